@@ -131,7 +131,7 @@ class Space:
         reason = refuses_point(params, self.parameters, self.definition.conditions)
         if reason:
             raise InfeasibleVariant(f"{self.family}: {reason}")
-        return {parameter.name: bool(params[parameter.name]) if parameter.is_bool else params[parameter.name] for parameter in self.parameters}
+        return {each.name: bool(params[each.name]) if each.is_bool else params[each.name] for each in self.parameters}
 
     def _class_names(self, klass: ProblemClass, variant: Variant) -> dict[str, int]:
         if variant.family != self.family:
@@ -152,6 +152,7 @@ class BoundSpace:
     """A space whose problem.* and device.* names have values. All results are deterministic."""
 
     def __init__(self, space: Space, problem: Problem, device: DeviceLimits) -> None:
+        """Use `Space.bind`, which first checks that the family can compute the problem on the device."""
         self.space = space
         self.problem = problem
         self.device = device
@@ -229,7 +230,7 @@ class BoundSpace:
         return self.space._value("workspace_bytes", self._definition.workspace_bytes, self.names(variant))
 
     def suggest(self, trial: AsksForInts) -> Variant:
-        """Ask a trial for a variant. Each parameter is an ordinal over its sorted choices; parameters that mean nothing here are not asked."""
+        """Ask a trial for a variant: each parameter is an ordinal over its sorted choices; those that mean nothing here are not asked."""
         params = {}
         for parameter in self.space.parameters:
             if parameter.name in self._plan.asked(self._base):
@@ -345,7 +346,8 @@ def load_space(family: str) -> Space:
     directory = paths.search_spaces()
     known = sorted(path.stem for path in directory.glob("*.yaml"))
     if family not in known:
-        raise InvalidSpace(f"There is no search space for the family {family!r}; the families are {', '.join(known) or 'none'} ({directory}).")
+        listed = ", ".join(known) or "none"
+        raise InvalidSpace(f"There is no search space for the family {family!r}; the families in {directory} are {listed}.")
     return _read(directory / f"{family}.yaml")
 
 

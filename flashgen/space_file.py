@@ -1,20 +1,23 @@
-"""The file form of a search space: strict schema, name rules, and expressions compiled once. `search_spaces/README.md` describes it for authors."""
+"""The file form of a search space: strict schema, name rules, and expressions compiled once.
+
+`search_spaces/README.md` describes the form for authors.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 
-from flashgen import strict_yaml
 from flashgen.errors import InvalidSpace
 from flashgen.expression import FUNCTIONS, Expression, ExpressionError, Relation, parse_condition, parse_expression, parse_relation
 from flashgen.model import DType, MaskKind, Op
+from flashgen.yaml_io import load_strict
 
 SCHEMA = "flashgen.space/1"
 MAX_POINTS = 2_000_000  # a space that large cannot be enumerated in seconds
@@ -187,13 +190,13 @@ class Definition:
 
 def parse_definition(text: str, file: str) -> Definition:
     """Check one file. Raises InvalidSpace with file, field and rule."""
-    return _Reader(file, strict_yaml.parse(text, file, InvalidSpace).value).definition()
+    return _Reader(file, load_strict(text, file, error=InvalidSpace)).definition()
 
 
 class _Reader:
     """Checks one file from top to bottom."""
 
-    def __init__(self, file: str, value: Any) -> None:
+    def __init__(self, file: str, value: object) -> None:
         self.file = file
         self.value = value
         if isinstance(value, dict) and value.get("schema") != SCHEMA:
@@ -203,7 +206,7 @@ class _Reader:
     def refuse(self, field: str, reason: object) -> NoReturn:
         raise InvalidSpace(f"{self.file}: {field}: {reason}")
 
-    def convert(self, value: Any, kind: type[_T], field: str) -> _T:
+    def convert(self, value: object, kind: type[_T], field: str) -> _T:
         try:
             return msgspec.convert(value, kind, strict=True)
         except msgspec.ValidationError as problem:
@@ -225,12 +228,12 @@ class _Reader:
         class_known = CLASS_NAMES | set(parameters)
         class_derived = tuple(name for name in derived if reaches[name] <= class_known)
         constraints = self.convert(raw.constraints, _RawConstraints, "constraints")
-        result = Definition(
+        return Definition(
             file=self.file, family=raw.family, op=raw.op, template=raw.template,
             requires=self.convert(raw.requires, Requires, "requires"),
             parameters=tuple(parameters.values()), conditions=conditions, derived=derived, class_derived=class_derived,
             constants=self.constants(parameters, derived, set(class_derived)),
-            launches=self.launches(known, class_known | set(class_derived)),
+            launches=self.launches(known, class_known.union(class_derived)),
             workspace_bytes=self.formula(raw.workspace_bytes, "workspace_bytes", known),
             static=self.constraints(constraints.static, "constraints.static", known),
             compiled=self.constraints(constraints.compiled, "constraints.compiled", known | KERNEL_NAMES),
@@ -238,7 +241,6 @@ class _Reader:
             fallback=self.point(raw.fallback, "fallback", parameters, conditions),
             shared_parts=self.shared_parts(derived), cost=self.cost(), digest=_digest(self.value),
         )  # fmt: skip
-        return result
 
     def identifier(self, name: str, field: str, taken: Iterable[str] = ()) -> None:
         if not _IDENTIFIER.fullmatch(name) or name in _RESERVED:
@@ -260,7 +262,7 @@ class _Reader:
             points *= len(raw.choices)
             result[name] = Parameter(name, tuple(raw.choices), raw.unit, raw.note)
         if not result or points > MAX_POINTS:
-            self.refuse("parameters", f"a space has 1 parameter or more and at most {MAX_POINTS} points; this one has {points if result else 0}.")
+            self.refuse("parameters", f"a space has 1 to {MAX_POINTS} points; this one has {points if result else 0}.")
         return result
 
     def conditions(self, parameters: Mapping[str, Parameter]) -> dict[str, Condition]:
@@ -289,13 +291,13 @@ class _Reader:
             known.add(name)
         return result
 
-    def formula(self, value: Any, field: str, known: Iterable[str]) -> Expression:
+    def formula(self, value: object, field: str, known: Iterable[str]) -> Expression:
         text = str(self.convert(value, _Formula, field))  # type: ignore[arg-type]
         expression = self.parsed(parse_expression, text, field)
         self.known(expression.names, known, field, text)
         return expression
 
-    def parsed(self, parse: Any, text: str, field: str) -> Any:
+    def parsed(self, parse: Callable[[str], _T], text: str, field: str) -> _T:
         try:
             return parse(text)
         except ExpressionError as problem:
@@ -315,12 +317,12 @@ class _Reader:
             if name not in parameters and name not in derived:
                 self.refuse("constants", f"{name!r} is neither a parameter nor a derived quantity.")
             if name not in parameters and name not in class_only:
-                self.refuse("constants", f"{name!r} depends on more than problem class and variant, so one source could not serve all lengths.")
+                self.refuse("constants", f"{name!r} depends on more than problem class and variant; one source serves all lengths.")
         if len(set(self.raw.constants)) < len(self.raw.constants):
             self.refuse("constants", "a name stands twice.")
         return tuple(sorted(self.raw.constants))
 
-    def launches(self, known: set[str], class_known: set[str]) -> tuple[LaunchRule, ...]:
+    def launches(self, known: set[str], class_known: frozenset[str]) -> tuple[LaunchRule, ...]:
         result: list[LaunchRule] = []
         for index, value in enumerate(self.raw.launches):
             field = f"launches[{index}]"
@@ -350,7 +352,7 @@ class _Reader:
         return tuple(result)
 
     def point(
-        self, value: Any, field: str, parameters: Mapping[str, Parameter], conditions: Mapping[str, Condition]
+        self, value: object, field: str, parameters: Mapping[str, Parameter], conditions: Mapping[str, Condition]
     ) -> dict[str, int]:
         raw = self.convert(value, dict[str, bool | int], field)
         reason = refuses_point(raw, parameters.values(), conditions)
@@ -367,7 +369,7 @@ class _Reader:
         return tuple(self.raw.shared_parts)
 
     def cost(self) -> dict[str, int]:
-        return {name: self.convert(value, bool | _INT32, f"cost.{name}") for name, value in self.raw.cost.items()}  # type: ignore[arg-type, misc]
+        return {name: self.convert(value, bool | _INT32, f"cost.{name}") for name, value in self.raw.cost.items()}  # type: ignore[arg-type]
 
 
 def refuses_point(point: Mapping[str, int], parameters: Iterable[Parameter], conditions: Mapping[str, Condition]) -> str | None:
@@ -401,5 +403,5 @@ def _transitive(parameters: Iterable[str], derived: Mapping[str, Expression]) ->
     return result
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return "sha256:" + hashlib.sha256(json.dumps(value, separators=(",", ":")).encode()).hexdigest()
