@@ -1,0 +1,288 @@
+"""Source → cubin, by NVRTC through CuPy's binding. Needs no driver and no GPU.
+
+The binding is called directly: CuPy's own path always asks for plain `sm_90`, always adds `-ftz=true`, and hides the compiler's log. Only
+cubins are made, never PTX: a cubin loads under every driver of the same CUDA major version, PTX needs one at least as new as NVRTC.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from flashgen import paths
+from flashgen.cubins import Compiled, CubinStore, digest_of
+from flashgen.errors import CompileError, ConflictingInstall, FlashgenError, MissingDependency
+from flashgen.model import CompileReport, Source
+
+CUPY_WHEELS = {"cupy-cuda13x": "cuda13", "cupy-cuda12x": "cuda12"}
+ARCHITECTURE_SPECIFIC = ("hopper",)
+"""Families whose instructions (wgmma, setmaxnreg) exist only in the `a` form of their architecture."""
+
+LOG_OPTIONS = ("--ptxas-options=-v", "--no-cache")
+"""They change the log, not the code, so they are no part of a key. NVRTC has a disk cache of its own whose hits lack the resource lines."""
+
+_LOG_LINES = 40
+_WARNINGS = 20
+
+
+def architecture(source: Source, sm: int) -> str:
+    """The NVRTC name of the device code to make for a device of SM version `sm`: sm_90, or sm_90a where the family needs it."""
+    return f"sm_{sm}a" if source.family.startswith(ARCHITECTURE_SPECIFIC) else f"sm_{sm}"
+
+
+def options_for(arch: str, line_info: bool = False) -> tuple[str, ...]:
+    """The options that decide which code is made; a table entry records them."""
+    return (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *(("--generate-line-info",) if line_info else ()))
+
+
+def key_of(source: Source, options: Sequence[str], nvrtc: str) -> str:
+    """The name of a cubin in the store: sha256 over everything that it is made from."""
+    parts = (source.text, *(entry.name for entry in source.entry_points), *options, nvrtc)
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def binding() -> Any:  # noqa: ANN401 - an untyped extension module
+    """CuPy's NVRTC module. Raises ConflictingInstall for two CuPy wheels, MissingDependency without CuPy or NVRTC."""
+    wheel = _cupy_wheel()
+    extra = CUPY_WHEELS.get(wheel or "", "")
+    install = f'pip install "flashgen[{extra}]"' if extra else 'pip install "flashgen[cuda13]" (or "flashgen[cuda12]" for a CUDA 12 driver)'
+    try:
+        from cupy.cuda import nvrtc
+    except ImportError as error:
+        raise MissingDependency(f"Compiling for a GPU needs CuPy, which cannot be imported ({error}). Install it: {install}.") from error
+    try:
+        nvrtc.getVersion()
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MissingDependency(
+            f"Compiling for a GPU needs NVRTC, which CuPy cannot load ({type(error).__name__}: {reason}). Install it: {install}."
+        ) from error
+    return nvrtc
+
+
+def _cupy_wheel() -> str | None:
+    found = [name for name in CUPY_WHEELS if _installed(name)]
+    if len(found) > 1:
+        raise ConflictingInstall(
+            f"One CuPy wheel is allowed, since all install the same module; found {' and '.join(found)}. "
+            f'Run: pip uninstall -y {" ".join(found)} && pip install "flashgen[cuda13]" (or "flashgen[cuda12]").'
+        )
+    return found[0] if found else None
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def nvrtc_version() -> str:
+    """`major.minor` of the NVRTC in use. Raises as `binding` does."""
+    major, minor = binding().getVersion()
+    return f"{major}.{minor}"
+
+
+def supported_architectures() -> tuple[int, ...]:
+    """SM versions that the NVRTC in use can compile for."""
+    return tuple(binding().getSupportedArchs())
+
+
+@lru_cache(maxsize=8)
+def store_at(path: str) -> CubinStore:
+    """The one store object of this process for a directory, so that its warning comes once."""
+    return CubinStore(Path(path))
+
+
+def default_store() -> CubinStore:
+    """The store under FLASHGEN_HOME."""
+    return store_at(str(paths.cubin_store()))
+
+
+def compile_source(source: Source, arch: str, store: CubinStore | None = None, line_info: bool = False) -> Compiled:
+    """The cubin of a source, from the store or compiled now. `arch` is a name such as sm_90a.
+
+    Raises CompileError with the compiler's log, MissingDependency, ConflictingInstall.
+    """
+    shelf = default_store() if store is None else store
+    options = options_for(arch, line_info)
+    version = nvrtc_version()
+    key = key_of(source, options, version)
+    found = shelf.get(key)
+    if found is not None:
+        return found
+    _require_architecture(arch, version)
+    started = time.perf_counter()
+    cubin, log = _run_nvrtc(source, options)
+    report = read_log(log, digest_of(cubin), time.perf_counter() - started, version, options)
+    compiled = Compiled(key, tuple(entry.name for entry in source.entry_points), arch, cubin, report)
+    shelf.put(compiled)
+    return compiled
+
+
+def _require_architecture(arch: str, version: str) -> None:
+    known = supported_architectures()
+    number = int(re.sub(r"\D", "", arch) or 0)
+    if number not in known:
+        listed = ", ".join(f"sm_{sm}" for sm in known)
+        raise CompileError(
+            f"NVRTC {version} cannot compile for {arch}; it knows {listed}. Install the extra of the other CUDA version "
+            '("flashgen[cuda12]" reaches older GPUs, "flashgen[cuda13]" newer ones).'
+        )
+
+
+def _run_nvrtc(source: Source, options: Sequence[str]) -> tuple[bytes, str]:
+    nvrtc = binding()
+    program = nvrtc.createProgram(source.text, f"{source.family}.cu", [], [])
+    try:
+        try:
+            nvrtc.compileProgram(program, [*options, *_log_options()])
+        except nvrtc.NVRTCError as error:
+            raise CompileError(_failure(source, options, str(error), nvrtc.getProgramLog(program))) from error
+        log = nvrtc.getProgramLog(program)
+        # The binding drops the last byte, a NUL: drivers do not mind, disassemblers call the file broken.
+        return nvrtc.getCUBIN(program) + b"\0", log
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@lru_cache(maxsize=1)
+def _log_options() -> tuple[str, ...]:
+    """The log options that this NVRTC knows, tried once on an empty program (NVRTC 12 has no --no-cache, and no cache)."""
+    nvrtc = binding()
+    accepted = []
+    for option in LOG_OPTIONS:
+        program = nvrtc.createProgram("", "probe.cu", [], [])
+        try:
+            nvrtc.compileProgram(program, [f"--gpu-architecture=sm_{max(supported_architectures())}", option])
+            accepted.append(option)
+        except nvrtc.NVRTCError:
+            continue
+        finally:
+            nvrtc.destroyProgram(program)
+    return tuple(accepted)
+
+
+def _failure(source: Source, options: Sequence[str], status: str, log: str) -> str:
+    lines = [line for line in log.splitlines() if line.strip()]
+    shown = "\n".join(f"  {line}" for line in lines[:_LOG_LINES])
+    more = f"\n  … and {len(lines) - _LOG_LINES} more lines" if len(lines) > _LOG_LINES else ""
+    return (
+        f"NVRTC refused {source.variant} ({status}; options {' '.join(options)}):\n{shown}{more}\n"
+        "Run `flashgen show source` with the same problem to see the text that was compiled."
+    )
+
+
+def read_log(log: str, cubin_digest: str, seconds: float, nvrtc: str, options: Sequence[str]) -> CompileReport:
+    """The resources that ptxas reports, the worst over all functions.
+
+    Raises CompileError when the log has none: a silent 0 would pass every gate.
+    """
+    registers = [int(count) for count in re.findall(r"Used (\d+) registers", log)]
+    if not registers:
+        raise CompileError(f"The log of NVRTC {nvrtc} has no resource lines, so spills cannot be seen. Log:\n{log[:2000]}")
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    shared = re.findall(r"Used \d+ registers[^\n]*?(\d+) bytes smem", log)
+    return CompileReport(
+        cubin_digest=cubin_digest,
+        registers=max(registers),
+        spill_bytes=max((max(int(stores), int(loads)) for _, stores, loads in frames), default=0),
+        stack_bytes=max((int(stack) for stack, _, _ in frames), default=0),
+        static_shared_bytes=max((int(size) for size in shared), default=0),
+        warnings=_warnings(log),
+        seconds=round(seconds, 4),
+        nvrtc=nvrtc,
+        options=tuple(options),
+    )
+
+
+def _warnings(log: str) -> tuple[str, ...]:
+    """Compiler warnings and the C7xxx notes of ptxas (C7512: wgmma serialised for want of registers), each once."""
+    lines = (line.strip() for line in log.splitlines() if re.search(r"\bC7\d{3}\b|\bwarning\s*[:#]", line))
+    return tuple(dict.fromkeys(lines))[:_WARNINGS]
+
+
+def usable_processors() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class CompilePool:
+    """Compiles in threads: NVRTC is thread-safe and the binding releases the GIL. Daemon threads, so that Ctrl-C waits for no compilation."""
+
+    def __init__(self, jobs: int | None = None, store: CubinStore | None = None) -> None:
+        """`jobs` threads (default: the processors this process may use), started as work arrives."""
+        self.jobs = max(1, jobs) if jobs is not None else usable_processors()
+        self._store = store
+        self._queue: queue.SimpleQueue[tuple[Future[Compiled], Source, str] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, source: Source, arch: str) -> Future[Compiled]:
+        """Queue one source; the future holds a Compiled, or raises what `compile_source` raises."""
+        future: Future[Compiled] = Future()
+        self._queue.put((future, source, arch))
+        if len(self._threads) < self.jobs:
+            thread = threading.Thread(target=self._work, name=f"flashgen-compile-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return future
+
+    def close(self) -> None:
+        """Let the threads end after the work queued so far."""
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, source, arch = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(compile_source(source, arch, self._store))
+            except BaseException as error:
+                future.set_exception(error)
+
+
+def compile_many(
+    sources: Sequence[Source], arch: str | None = None, jobs: int | None = None, sm: int | None = None, store: CubinStore | None = None
+) -> list[Compiled | FlashgenError]:
+    """Compile many sources in parallel; one result per source in order, a CompileError standing where a source was refused.
+
+    Give `arch` for all, or `sm` to let each family choose its form. Raises MissingDependency and ConflictingInstall at once.
+    """
+    binding()
+    pool = CompilePool(jobs, store)
+    try:
+        futures = [pool.submit(source, arch or architecture(source, _needed(sm))) for source in sources]
+        return [_result(future) for future in futures]
+    finally:
+        pool.close()
+
+
+def _needed(sm: int | None) -> int:
+    if sm is None:
+        raise ValueError("compile_many needs `arch` or `sm`.")
+    return sm
+
+
+def _result(future: Future[Compiled]) -> Compiled | FlashgenError:
+    try:
+        return future.result()
+    except CompileError as error:
+        return error
