@@ -1,0 +1,103 @@
+"""How a source is launched: parameter structs as bytes, alignment facts, grids. Shared by both executors.
+
+Each ctypes structure is the twin of one in templates/include/params.cuh.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log2
+
+from flashgen.errors import InvalidProblem
+from flashgen.model import MaskKind, Problem
+
+LOG2_E = 1.4426950408889634
+VECTOR_BYTES = 16
+
+
+class StridesStruct(ctypes.Structure):
+    """Distances in elements between neighbours of one (batch, heads, rows, columns) tensor."""
+
+    _fields_ = [("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)]
+
+
+class ForwardStruct(ctypes.Structure):
+    """Twin of fg::ForwardParams."""
+
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("o", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("q_strides", StridesStruct),
+        ("k_strides", StridesStruct),
+        ("v_strides", StridesStruct),
+        ("o_strides", StridesStruct),
+        ("batch", ctypes.c_int),
+        ("heads_q", ctypes.c_int),
+        ("heads_kv", ctypes.c_int),
+        ("seqlen_q", ctypes.c_int),
+        ("seqlen_kv", ctypes.c_int),
+        ("diagonal", ctypes.c_int),
+        ("window_left", ctypes.c_int),
+        ("window_right", ctypes.c_int),
+        ("scale_log2", ctypes.c_float),
+        ("vector_access", ctypes.c_int),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Address in bytes and (batch, head, row) strides in elements of one tensor whose last stride is 1."""
+
+    address: int
+    strides: tuple[int, int, int]
+
+
+def forward_params(
+    problem: Problem, scale: float, q: Operand, k: Operand, v: Operand, o: Operand, lse_address: int, workspace_address: int
+) -> ForwardStruct:
+    """The parameter block of one forward launch. Raises InvalidProblem for a scale that is not a positive finite number."""
+    if not 0.0 < scale < float("inf"):
+        raise InvalidProblem(f"softmax_scale must be a positive finite number; got {scale}.")
+    left, right = window_bounds(problem)
+    params = ForwardStruct(
+        q=q.address, k=k.address, v=v.address, o=o.address, lse=lse_address, workspace=workspace_address,
+        batch=problem.batch, heads_q=problem.heads_q, heads_kv=problem.heads_kv,
+        seqlen_q=problem.seqlen_q, seqlen_kv=problem.seqlen_kv, diagonal=problem.diagonal,
+        window_left=left, window_right=right, scale_log2=scale * LOG2_E,
+        vector_access=int(all_rows_aligned((q, k, v, o), problem.dtype.bytes)),
+    )  # fmt: skip
+    for name, operand in (("q", q), ("k", k), ("v", v), ("o", o)):
+        setattr(params, f"{name}_strides", StridesStruct(*operand.strides))
+    return params
+
+
+def window_bounds(problem: Problem) -> tuple[int, int]:
+    """(left, right) as the kernel wants them: causal is (all, 0), and a bound beyond both lengths is cut where it stops mattering.
+
+    The cut keeps `row + diagonal + bound` inside 32 bits; it is the sum of both lengths, since with seqlen_q > seqlen_kv a bound longer
+    than seqlen_kv still reveals keys.
+    """
+    reach = min(problem.seqlen_q + problem.seqlen_kv, 2**30)
+    if problem.mask.kind is MaskKind.CAUSAL:
+        return reach, 0
+    left, right = problem.mask.left, problem.mask.right
+    return (reach if left < 0 else min(left, reach)), (reach if right < 0 else min(right, reach))
+
+
+def all_rows_aligned(operands: Sequence[Operand], element_bytes: int) -> bool:
+    """Whether every row of every operand starts on a 16-byte boundary, so that 16-byte accesses are allowed."""
+    return all(
+        operand.address % VECTOR_BYTES == 0 and all(stride * element_bytes % VECTOR_BYTES == 0 for stride in operand.strides)
+        for operand in operands
+    )
+
+
+def log2_bucket(value: int) -> float:
+    """log2 of a length or count; 0 counts as 1."""
+    return log2(max(1, value))
