@@ -224,7 +224,7 @@ def usable_processors() -> int:
 
 
 class CompilePool:
-    """Compiles in threads: NVRTC is thread-safe and the binding releases the GIL. Daemon threads, so that Ctrl-C waits for no compilation."""
+    """Compiles in threads: NVRTC is thread-safe and the binding releases the GIL. They are daemons: Ctrl-C waits for no compilation."""
 
     def __init__(self, jobs: int | None = None, store: CubinStore | None = None) -> None:
         """`jobs` threads (default: the processors this process may use), started as work arrives."""
