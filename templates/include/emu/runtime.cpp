@@ -167,7 +167,7 @@ void append_fault(const std::string& text) {
 std::string place() {
   const Fiber* fiber = machine.running;
   if (!fiber) return "";
-  return " [block " + std::to_string(fiber->warp->block->index) + ", thread " + std::to_string(fiber->thread) + "]";
+  return " [CTA " + std::to_string(fiber->warp->block->index) + ", thread " + std::to_string(fiber->thread) + "]";
 }
 
 // The first faults of a kind are told, the rest only counted.
@@ -587,7 +587,7 @@ std::string describe(const Block& block, const Warp& warp) {
     const Fiber& fiber = block.fibers[warp.index * LANES + lane];
     lanes[fiber.returned ? "returned" : fiber.waits_in ? std::string("wait in ") + fiber.waits_in : "run"] |= 1u << lane;
   }
-  std::string text = "\n  block " + std::to_string(block.index) + " warp " + std::to_string(warp.index) + ":";
+  std::string text = "\n  CTA " + std::to_string(block.index) + " warp " + std::to_string(warp.index) + ":";
   for (const auto& [state, which] : lanes) text += (text.back() == ':' ? " " : "; ") + lane_list(which) + " " + state;
   return text;
 }
@@ -598,7 +598,7 @@ void report_deadlock() {
   for (const auto& block : machine.blocks) {
     if (!block->alive) continue;
     if (block->in_barrier) {
-      fault("divergence", "block_sync of block %lld was reached by %d of %d threads, the others returned or wait elsewhere", block->index,
+      fault("divergence", "block_sync of CTA %lld was reached by %d of %d threads, the others returned or wait elsewhere", block->index,
             block->in_barrier, machine.launch.threads);
     }
     for (const Warp& warp : block->warps) text += describe(*block, warp);
