@@ -39,6 +39,8 @@ constexpr int LANES = 32;
 constexpr u32 ALL_LANES = 0xFFFFFFFFu;
 constexpr size_t STACK_BYTES = 256 << 10;  // mapped lazily
 constexpr size_t GUARD_BYTES = 4096;
+constexpr size_t STACK_STAGGER = 2048 + 64;  // equal offsets in all stacks would meet in the same few sets of every cache
+constexpr size_t STACK_STEPS = 31;
 constexpr size_t GUARDED_FIBERS = 8192;  // a guard is a mapping of its own, and a process may have 65530
 constexpr int FAULTS_PER_KIND = 3;
 constexpr int PREEMPTION_ODDS = 8;  // one memory access in so many lets another thread run first
@@ -88,8 +90,8 @@ struct Rendezvous {
   u32 arrived = 0;
   u32 value[LANES];
   int lane_mask[LANES];
-  const u32* a[LANES];
-  u32 b[LANES][2];
+  u32 a[4][LANES];
+  u32 b[2][LANES];
   float* d[LANES];
   u32* out[LANES];
   bool is_half;
@@ -215,7 +217,9 @@ Warp* pick_unstarved() {
 
 Warp* pick_warp() {
   switch (machine.launch.schedule) {
-    case LOCKSTEP: return machine.ready[machine.turn++ % machine.ready.size()];
+    case LOCKSTEP:
+      if (++machine.turn >= machine.ready.size()) machine.turn = 0;
+      return machine.ready[machine.turn];
     case STARVE: return pick_unstarved();
     case GREEDY:
       if (!machine.favourite || !machine.favourite->ready) machine.favourite = machine.ready[random_below(machine.ready.size())];
@@ -463,30 +467,45 @@ inline float decode_half(u32 bits) {
 }
 inline float decode_bfloat16(u32 bits) { return bits_to_float(bits << 16); }
 
+using FragmentA = float[4][2][LANES];  // [register][half][lane]: element (lane / 4 + 8 * (register % 2), column_of(lane, half) + 8 * (register / 2))
+using Row = float __attribute__((vector_size(32)));
+
+// Fragments stay in the order of lanes here, so that decoding is one long loop.
 template <float (*DECODE)(u32)>
-void decode_fragments(const Rendezvous& meeting, float (&a)[16][16], float (&b)[16][8]) {
+void decode_lanes(const u32 (&words)[LANES], float (&low)[LANES], float (&high)[LANES]) {
   for (int lane = 0; lane < LANES; ++lane) {
-    const int group = lane / 4, pair = lane % 4 * 2;
-    for (int half = 0; half < 2; ++half) {
-      for (int part = 0; part < 4; ++part) {
-        a[group + part % 2 * 8][pair + part / 2 * 8 + half] = DECODE(meeting.a[lane][part] >> 16 * half & 0xFFFFu);
-      }
-      for (int part = 0; part < 2; ++part) b[pair + part * 8 + half][group] = DECODE(meeting.b[lane][part] >> 16 * half & 0xFFFFu);
+    low[lane] = DECODE(words[lane] & 0xFFFFu);
+    high[lane] = DECODE(words[lane] >> 16);
+  }
+}
+
+template <float (*DECODE)(u32)>
+void decode_fragments(const Rendezvous& meeting, FragmentA& a, float (&b)[16][8]) {
+  for (int part = 0; part < 4; ++part) decode_lanes<DECODE>(meeting.a[part], a[part][0], a[part][1]);
+  for (int part = 0; part < 2; ++part) {
+    float low[LANES], high[LANES];
+    decode_lanes<DECODE>(meeting.b[part], low, high);
+    for (int lane = 0; lane < LANES; ++lane) {
+      b[part * 8 + lane % 4 * 2][lane / 4] = low[lane];
+      b[part * 8 + lane % 4 * 2 + 1][lane / 4] = high[lane];
     }
   }
 }
 
 // Sixteen products summed in the order of k, then added to the accumulator.
 void multiply_all(Rendezvous& meeting) {
-  float a[16][16], b[16][8], sum[16][8];
+  FragmentA a;
+  alignas(32) float b[16][8];
+  alignas(32) float sum[16][8];
   meeting.is_half ? decode_fragments<decode_half>(meeting, a, b) : decode_fragments<decode_bfloat16>(meeting, a, b);
   for (int row = 0; row < 16; ++row) {
-    float line[8];
-    for (int column = 0; column < 8; ++column) line[column] = a[row][0] * b[0][column];
-    for (int k = 1; k < 16; ++k) {
-      for (int column = 0; column < 8; ++column) line[column] += a[row][k] * b[k][column];
+    Row line;
+    for (int k = 0; k < 16; ++k) {
+      const float factor = a[row / 8 + k / 8 * 2][k % 2][row % 8 * 4 + k % 8 / 2];
+      const Row product = factor * *reinterpret_cast<const Row*>(b[k]);
+      line = k ? line + product : product;
     }
-    std::memcpy(sum[row], line, sizeof line);
+    *reinterpret_cast<Row*>(sum[row]) = line;
   }
   for (int lane = 0; lane < LANES; ++lane) {
     for (int part = 0; part < 4; ++part) meeting.d[lane][part] += sum[lane / 4 + part / 2 * 8][lane % 4 * 2 + part % 2];
@@ -559,7 +578,7 @@ void start(Block& block, int slot) {
     fiber.returned = false;
     fiber.waits_in = nullptr;
     fiber.accesses = 0;
-    prepare(fiber.context, stack, STACK_BYTES, run_fiber);
+    prepare(fiber.context, stack, STACK_BYTES - fiber.thread % STACK_STEPS * STACK_STAGGER, run_fiber);
     stack += STACK_BYTES;
     make_ready(fiber);
   }
@@ -679,7 +698,7 @@ void run_blocks() {
 void on_crash(int signal, siginfo_t* info, void*) {
   char text[160];
   std::snprintf(text, sizeof text, "crash: signal %d (%s) at address %p%s", signal, strsignal(signal), info->si_addr,
-                signal == SIGSEGV ? "; a wild pointer, or more than 256 KiB of stack" : "");
+                signal == SIGSEGV ? "; a wild pointer, or more than 192 KiB of stack" : "");
   append_fault(text + place());
   machine.result->state = CRASHED;
   _exit(1);
@@ -851,9 +870,9 @@ void multiply_tile(float* d, const u32* a, u32 b0, u32 b1, bool is_half) {
       Collective::MULTIPLY,
       [&](Rendezvous& meeting, int lane) {
         meeting.d[lane] = d;
-        meeting.a[lane] = a;
-        meeting.b[lane][0] = b0;
-        meeting.b[lane][1] = b1;
+        for (int part = 0; part < 4; ++part) meeting.a[part][lane] = a[part];
+        meeting.b[0][lane] = b0;
+        meeting.b[1][lane] = b1;
         meeting.is_half = is_half;
       },
       [](Warp& warp) {
