@@ -63,7 +63,19 @@ class NotWritable(FlashgenError, OSError):
 
 
 class WorkerLost(FlashgenError, RuntimeError):
-    """The measuring child died, hung or lost its CUDA context while running one trial."""
+    """The measuring child died, hung or lost its CUDA context while running one trial.
+
+    `reason` is one of `died`, `timed_out`, `poisoned` (a sticky CUDA error) and `not_started`.
+    """
+
+    def __init__(self, message: str, reason: str = "died") -> None:
+        """A message that names the culprit, and the reason in one word."""
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[WorkerLost], tuple[str, str]]:
+        """Survive a pickle with the reason."""
+        return type(self), (str(self), self.reason)
 
 
 class StudyMismatch(FlashgenError, ValueError):
@@ -76,6 +88,10 @@ class PredictedEntryWarning(UserWarning):
 
 class UntunedProblemWarning(UserWarning):
     """No table entry covers the problem; the certified fallback runs."""
+
+
+class BusyDeviceWarning(UserWarning):
+    """The GPU is busy with other work; times measured now are too long."""
 
 
 class HomeNotWritable(UserWarning):

@@ -112,7 +112,8 @@ def check_entry(source: Source, entry: EntryPoint, static_bytes: int, maximum: i
     if total > maximum:
         raise LaunchError(
             f"{entry.name} of {source.variant} needs {total} bytes of shared memory "
-            f"({static_bytes} static + {entry.shared_bytes} dynamic); the maximum per CTA is {maximum}. Choose smaller tiles or fewer stages."
+            f"({static_bytes} static + {entry.shared_bytes} dynamic); "
+            f"the maximum per CTA is {maximum}. Choose smaller tiles or fewer stages."
         )
     if not 0 < entry.threads <= 1024:
         raise LaunchError(f"{entry.name} of {source.variant} asks for {entry.threads} threads per CTA; 1 to 1024 are allowed.")

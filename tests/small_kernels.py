@@ -1,4 +1,7 @@
-"""Small hand-written kernels with the parameters of a forward call: one that works, and one for each way to fail. Importable by the measuring child."""
+"""Small hand-written kernels with the parameters of a forward call: one that works, and one for each way to fail.
+
+A module of its own, so that the measuring child can import it.
+"""
 
 from __future__ import annotations
 
