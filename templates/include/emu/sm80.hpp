@@ -15,6 +15,14 @@ FG_DEVICE void load_matrix_x4_transposed(u32 (&fragment)[4], u32 row_address) { 
 
 FG_DEVICE void multiply_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, Half) { emu::multiply_tile(d, a, b0, b1, true); }
 FG_DEVICE void multiply_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, BFloat16) { emu::multiply_tile(d, a, b0, b1, false); }
+FG_DEVICE void multiply_first_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, Half) {
+  for (float& value : d) value = 0.0f;
+  emu::multiply_tile(d, a, b0, b1, true);
+}
+FG_DEVICE void multiply_first_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, BFloat16) {
+  for (float& value : d) value = 0.0f;
+  emu::multiply_tile(d, a, b0, b1, false);
+}
 
 FG_DEVICE u32 pack_pair(float low, float high, Half) { return half_from_float(low) | static_cast<u32>(half_from_float(high)) << 16; }
 FG_DEVICE u32 pack_pair(float low, float high, BFloat16) {
