@@ -1,0 +1,258 @@
+"""What a variant takes and moves, and how long it should run: resources, occupancy, bytes, flops and a predicted time.
+
+Predicted times order variants before anything is measured. They are never shown as measurements.
+
+The clock of one SM is the unit. All CTAs that are resident on an SM advance one K/V tile in a *round*. A round lasts as long as its busiest
+pipe (tensor or multiply-add, exp2, float32 arithmetic of the softmax, shared memory), or as long as one warp needs for its tile alone, one
+phase after the other, whichever is longer. Rounds times tiles, rounded to whole CTAs per SM, gives the time on the SMs; global memory and
+L2 bound it from below.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flashgen.model import CompileReport, DeviceLimits, MaskKind, Problem, Resources, Variant
+from flashgen.space import BoundSpace
+
+EXP2_PER_CLOCK = 16  # per SM, sm_70 to sm_120
+SHARED_BYTES_PER_CLOCK = 128  # per SM
+L2_BYTES_PER_CLOCK = 48  # per SM; reached in practice
+ISSUERS = 4  # warp schedulers of an SM
+SOFTMAX_OPS = 4  # float32 instructions per score: scale, maximum, sum, conversion
+ROW_OPS = 48  # float32 instructions per query row and tile: shuffles and arithmetic of maximum and sum, repeated by the lanes of a row
+TILE_CLOCKS = 300  # barriers, waits and filling of pipes per tile
+COPY_LATENCY_CLOCKS = 700  # global memory to shared memory
+CTA_CLOCKS = 2500  # first loads of a CTA and its epilogue
+LAUNCH_US = 3.0
+# mma.sync reaches only a part of the rate that newer tensor instructions (wgmma, tcgen05) have; measured on Hopper, assumed on sm_100.
+MMA_SYNC_SHARE = {90: 0.63, 100: 0.28}
+MAX_COUNTED_TILES = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes moved by one run. Reads of K and V count in L2 once per query tile, in DRAM only where L2 does not hold them."""
+
+    dram_bytes: int
+    l2_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A predicted time in µs, what each resource alone would need, and the name of the one that binds."""
+
+    us: float
+    parts: tuple[tuple[str, float], ...]
+    waves: float  # CTAs over the CTAs that the device holds at once
+
+    @property
+    def bound_by(self) -> str:
+        """The resource that needs longest."""
+        return max(self.parts, key=lambda part: part[1])[0] if self.parts else "nothing"
+
+
+def visible_pairs(problem: Problem) -> int:
+    """Exact number of (query, key) pairs that the mask lets through, for one head."""
+    low, high = _reach(problem)
+
+    def seen_before(offset: int) -> int:  # sum over the rows of clamp(row + offset, 0, seqlen_kv)
+        return _ramp(offset + problem.seqlen_q, problem.seqlen_kv) - _ramp(offset, problem.seqlen_kv)
+
+    upper = problem.seqlen_q * problem.seqlen_kv if high is None else seen_before(high + 1)
+    return upper - (0 if low is None else seen_before(low))
+
+
+def flops(problem: Problem) -> int:
+    """The operations that every TFLOP/s figure of this project divides by: visible pairs × (head_dim + head_dim_v) × 2, over all heads.
+
+    Hidden pairs count nothing. The common convention for causal masks, half of all pairs, differs by the diagonal: 1/seqlen of the total.
+    """
+    return 2 * visible_pairs(problem) * (problem.head_dim + problem.head_dim_v) * problem.batch_heads
+
+
+def resources(bound: BoundSpace, variant: Variant, report: CompileReport | None = None) -> Resources:
+    """What one CTA takes and how many are resident per SM. Registers are the compiler's with a report, else the space's estimate."""
+    at = bound.names(variant)
+    entries = bound.space.entry_points(bound.problem.klass(), variant)
+    threads = max(entry.threads for entry in entries)
+    shared = max(entry.shared_bytes for entry in entries)
+    parts = tuple((name, at[name]) for name in bound.space.definition.shared_parts) or (("shared_bytes", shared),)
+    if report is None:
+        promised = bound.device.registers_per_sm // max(1, threads * at.get("ctas_per_sm", 1))  # what launch bounds force the compiler to
+        registers = min(at.get("est_registers", 64), max(promised, 1), 255)
+    else:
+        registers = report.registers
+    static = report.static_shared_bytes if report else 0
+    ctas, limit = occupancy(bound.device, threads, registers, shared + static)
+    return Resources(parts, shared, registers, threads, ctas, limit)
+
+
+def occupancy(device: DeviceLimits, threads: int, registers: int, shared_bytes: int) -> tuple[int, str]:
+    """CTAs per SM, and the limit that binds. Registers come in blocks of 256 per warp, shared memory in blocks of 128 bytes plus 1 KiB."""
+    if shared_bytes > device.shared_bytes_per_cta:
+        return 0, "shared"
+    warps = max(1, math.ceil(threads / 32))
+    per_warp = max(1, math.ceil(registers / 8)) * 8 * 32
+    warps_by_registers = device.registers_per_sm // ISSUERS // per_warp * ISSUERS
+    reserved = 1024 if device.sm >= 80 else 0
+    per_cta = math.ceil(shared_bytes / 128) * 128 + reserved
+    limits = {
+        "shared": device.shared_bytes_per_sm // per_cta if per_cta else device.ctas_per_sm,
+        "registers": warps_by_registers // warps,
+        "threads": device.threads_per_sm // (warps * 32),
+        "ctas": device.ctas_per_sm,
+    }
+    limit = min(limits, key=lambda name: limits[name])
+    return limits[limit], limit
+
+
+def traffic(bound: BoundSpace, variant: Variant, ctas_per_sm: int) -> Traffic:
+    """Bytes that one run moves, with `ctas_per_sm` CTAs resident per SM."""
+    problem, at = bound.problem, bound.names(variant)
+    element, row = problem.dtype.bytes, (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes
+    once = problem.batch_heads * problem.seqlen_q * (row + 4)  # q, o, lse
+    keys = problem.batch * problem.heads_kv * problem.seqlen_kv * row
+    tiles, _, query_tiles = _tiles(problem, at.get("block_q", 64), at.get("block_kv", 64))
+    read = max(keys, int(tiles * at.get("block_kv", 64) * row * problem.batch_heads)) if tiles else 0
+    in_flight = max(1, ctas_per_sm * bound.device.sm_count)
+    heads = min(problem.batch_heads, in_flight if at.get("tile_order", 0) else math.ceil(in_flight / max(1, query_tiles)))
+    held = math.ceil(heads / problem.gqa_group) * problem.seqlen_kv * row
+    hit = min(1.0, 0.8 * bound.device.l2_bytes / max(1, held))
+    missed = int(min(read, keys) + max(0, read - keys) * (1.0 - hit))
+    matrices = 0
+    if bound.space.definition.cost.get("materialised", 0):  # scores and probabilities are written and read in global memory
+        matrices = 4 * problem.batch_heads * problem.seqlen_q * problem.seqlen_kv * element
+    return Traffic(once + missed + matrices, once + read + matrices)
+
+
+def roofline_us(bound: BoundSpace, variant: Variant, report: CompileReport | None = None) -> float:
+    """Predicted time in µs of one run; infinite when not even one CTA fits an SM. Deterministic."""
+    return predict(bound, variant, report).us
+
+
+def predict(bound: BoundSpace, variant: Variant, report: CompileReport | None = None) -> Prediction:
+    """The predicted time and its parts."""
+    problem, device, at = bound.problem, bound.device, bound.names(variant)
+    taken = resources(bound, variant, report)
+    launches = LAUNCH_US * len(bound.grids(variant))
+    tiles, largest, query_tiles = _tiles(problem, at.get("block_q", 64), at.get("block_kv", 64))
+    ctas = query_tiles * problem.batch_heads
+    if taken.ctas_per_sm == 0:
+        return Prediction(math.inf, (), 0.0)
+    if ctas == 0:
+        return Prediction(launches, (("launch", launches),), 0.0)
+    pipes = _pipes(bound, at)
+    warps = math.ceil(taken.threads / 32)
+    alone = _alone(pipes, warps, at)
+    clocks = _sm_clocks(device, ctas, tiles / query_tiles, largest, taken.ctas_per_sm, pipes, alone)
+    if report is not None:
+        clocks *= 1.0 + report.spill_bytes / 256  # every spilled byte travels to local memory and back in the inner loop
+    moved = traffic(bound, variant, taken.ctas_per_sm)
+    per_us = device.clock_mhz
+    all_tiles = tiles * problem.batch_heads / device.sm_count
+    parts = (
+        *((name, all_tiles * value / per_us) for name, value in pipes.items()),
+        ("sm", clocks / per_us),
+        ("l2", moved.l2_bytes / (L2_BYTES_PER_CLOCK * device.sm_count * per_us)),
+        ("dram", moved.dram_bytes / (device.dram_gb_per_s * 1e3)),
+    )
+    busiest = max(value for _, value in parts)
+    others = sum(value for _, value in parts[len(pipes) :]) - busiest
+    return Prediction(launches + busiest + 0.1 * others, parts, ctas / (device.sm_count * taken.ctas_per_sm))
+
+
+def _pipes(bound: BoundSpace, at: dict[str, int]) -> dict[str, float]:
+    """Clocks that one tile of one CTA keeps each pipe of its SM busy."""
+    device, problem, hints = bound.device, bound.problem, bound.space.definition.cost
+    block_q, block_kv = at.get("block_q", 64), at.get("block_kv", 64)
+    scores = block_q * block_kv
+    clocks_per_second = device.sm_count * device.clock_mhz * 1e6
+    lanes = device.fp32_tflops * 1e12 / 2 / clocks_per_second  # float32 operations per clock
+    rescale = 0 if at.get("rescale_threshold", 0) else block_q * problem.head_dim_v
+    softmax = (SOFTMAX_OPS * scores + ROW_OPS * block_q + rescale) / lanes
+    if hints.get("mma", "num_warps" in at):
+        dims = _padded(problem.head_dim) + _padded(problem.head_dim_v)
+        rate = device.tensor_tflops * 1e12 / clocks_per_second * MMA_SYNC_SHARE.get(device.sm, 1.0)
+        warps = at.get("num_warps", 4)
+        read = warps * block_kv * dims + (0 if at.get("q_in_registers", 0) else block_q * _padded(problem.head_dim))
+        shared = (read + block_kv * dims) * problem.dtype.bytes / SHARED_BYTES_PER_CLOCK
+        return {"tensor": 2 * scores * dims / rate, "exp2": scores / EXP2_PER_CLOCK, "fp32": softmax, "shared": shared}
+    rows, columns = at.get("rows_per_team", 1), max(1, block_kv // at.get("lanes_per_team", block_kv))
+    outputs = max(1, problem.head_dim_v // at.get("lanes_per_team", problem.head_dim_v))
+    words = scores * (problem.head_dim * (1 / rows + 1 / columns) + problem.head_dim_v * (1 / rows + 1 / outputs))
+    products = scores * (problem.head_dim + problem.head_dim_v) / lanes
+    return {"fp32": products + softmax, "exp2": scores / EXP2_PER_CLOCK, "shared": words * 4 / SHARED_BYTES_PER_CLOCK}
+
+
+def _alone(pipes: dict[str, float], warps: int, at: dict[str, int]) -> float:
+    """Clocks that one warp needs for its part of a tile with nothing to overlap it: phases one after the other, waits, late copies."""
+    phases = sum(pipes.values()) * ISSUERS / warps
+    stages = at.get("num_stages", 1)
+    exposed = max(0.0, COPY_LATENCY_CLOCKS - phases * (stages - 0.5))
+    return phases + exposed + TILE_CLOCKS
+
+
+def _sm_clocks(
+    device: DeviceLimits, ctas: int, mean_tiles: float, largest: float, resident: int, pipes: dict[str, float], alone: float
+) -> float:
+    """Clocks until the last SM is done. Equal CTAs come in whole numbers per SM; unequal ones (masks) even out but for a tail."""
+    busiest = max(pipes.values())
+
+    def clocks(count: float, tiles: float) -> float:  # `count` CTAs at once on one SM, a smooth maximum of both bounds
+        return tiles * math.hypot(count * busiest, alone) if count else 0.0
+
+    per_sm = ctas / device.sm_count
+    if largest <= mean_tiles * 1.001:
+        per_sm = math.ceil(per_sm)
+        work = per_sm // resident * clocks(resident, mean_tiles) + clocks(per_sm % resident, mean_tiles)
+    else:
+        at_once = min(resident, max(1.0, per_sm))
+        work = max(per_sm / at_once * clocks(at_once, mean_tiles) + 0.5 * clocks(1, largest), clocks(1, largest))
+    return work + CTA_CLOCKS * max(1.0, per_sm / resident)
+
+
+def _padded(head_dim: int) -> int:
+    return math.ceil(head_dim / 16) * 16
+
+
+def _ramp(end: int, top: int) -> int:
+    """Sum of clamp(t, 0, top) over integers t < end."""
+    if end <= 0:
+        return 0
+    inside = min(end, top + 1)
+    return inside * (inside - 1) // 2 + (end - inside) * top
+
+
+def _reach(problem: Problem) -> tuple[int | None, int | None]:
+    """First and last key of query row 0 before clamping to the sequence; None where nothing bounds. Row i's are i further on."""
+    mask = problem.mask
+    if mask.kind is MaskKind.NONE:
+        return None, None
+    if mask.kind is MaskKind.CAUSAL:
+        return None, problem.diagonal
+    low = None if mask.left < 0 else problem.diagonal - mask.left
+    high = None if mask.right < 0 else problem.diagonal + mask.right
+    return low, high
+
+
+@lru_cache(maxsize=4096)
+def _tiles(problem: Problem, block_q: int, block_kv: int) -> tuple[float, int, int]:
+    """K/V tiles visited by all query tiles of one head, the most that one visits, and the number of query tiles.
+
+    Long sequences are sampled at evenly spaced query tiles.
+    """
+    low, high = _reach(problem)
+    query_tiles = math.ceil(problem.seqlen_q / block_q)
+    step = max(1, query_tiles // MAX_COUNTED_TILES)
+    counts = []
+    for tile in range(0, query_tiles, step):
+        first_row, last_row = tile * block_q, min(problem.seqlen_q, (tile + 1) * block_q) - 1
+        first = 0 if low is None else max(0, first_row + low)
+        end = problem.seqlen_kv if high is None else min(problem.seqlen_kv, last_row + high + 1)
+        counts.append(math.ceil(end / block_kv) - first // block_kv if end > first else 0)
+    if not counts:
+        return 0.0, 0, 0
+    return sum(counts) * query_tiles / len(counts), max(counts), query_tiles
