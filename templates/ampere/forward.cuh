@@ -2,7 +2,8 @@
 //
 // A CTA owns BLOCK_Q query rows, each warp ROWS_PER_WARP of them, and walks over KV tiles from the right edge to the left, so that masked
 // tiles come first. K and V tiles pass through rings of NUM_STAGES slots. Copies are issued in the order K0 V0 K1 V1 …, one group each;
-// whenever a tile is needed, exactly 2 * NUM_STAGES - 2 younger groups may still be in flight.
+// whenever a tile is needed, exactly 2 * NUM_STAGES - 2 younger groups may still be in flight. With OVERLAP the K ring runs one tile ahead,
+// so that the tensor cores compute the next scores while the other units exponentiate the present ones.
 #pragma once
 #include "mask.cuh"
 #include "softmax.cuh"
@@ -69,12 +70,13 @@ struct KeyValueRing {
     }
     copy_async_commit();
   }
-  FG_DEVICE void fill() const {
-    prefetch_keys(0);
+  // The first copies, so that the loop starts with as many groups in flight as it keeps; `ahead` is 1 when K runs one tile ahead of V.
+  FG_DEVICE void fill(int ahead) const {
+    prefetch_keys(ahead);
     FG_UNROLL
     for (int step = 1; step < C::NUM_STAGES; ++step) {
       prefetch_values(step - 1);
-      prefetch_keys(step);
+      prefetch_keys(ahead + step);
     }
   }
   // The next K or V tile has landed for every thread, and every warp is done with the slot that the next prefetch overwrites.
@@ -125,8 +127,8 @@ FG_DEVICE void clear(float (&tiles)[A][B][4]) {
 template <class C>
 FG_DEVICE void multiply_keys(Scores<C>& scores, const QueryFragments<C>& queries, u32 keys, int lane) {
   using Shape = AmpereShape<C>;
+  using Element = typename C::Element;
   const FragmentCursor<Shape::CHUNKS> cursor(keys, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-  clear(scores);
   FG_UNROLL
   for (int depth = 0; depth < Shape::DEPTH; ++depth) {
     u32 a[Shape::ROW_TILES][4];
@@ -145,8 +147,13 @@ FG_DEVICE void multiply_keys(Scores<C>& scores, const QueryFragments<C>& queries
       load_matrix_x4(b, cursor.at(n * 8, depth * 2));
       FG_UNROLL
       for (int m = 0; m < Shape::ROW_TILES; ++m) {
-        multiply_16x8x16(scores[m][n], a[m], b[0], b[1], typename C::Element{});
-        multiply_16x8x16(scores[m][n + 1], a[m], b[2], b[3], typename C::Element{});
+        if (depth == 0) {
+          multiply_first_16x8x16(scores[m][n], a[m], b[0], b[1], Element{});
+          multiply_first_16x8x16(scores[m][n + 1], a[m], b[2], b[3], Element{});
+        } else {
+          multiply_16x8x16(scores[m][n], a[m], b[0], b[1], Element{});
+          multiply_16x8x16(scores[m][n + 1], a[m], b[2], b[3], Element{});
+        }
       }
     }
   }
@@ -268,53 +275,126 @@ FG_DEVICE void store_lse(const OnlineSoftmax<C, AmpereShape<C>::ROW_TILES>& soft
   }
 }
 
+// The rows of one warp: its queries, its running softmax, its output.
+template <class C>
+struct WarpRows {
+  using Shape = AmpereShape<C>;
+  const ForwardParams& params;
+  const int lane, lane_row;  // first row of the lane
+  const TileRange<C> range;  // of the rows of this warp
+  QueryFragments<C> queries;
+  OnlineSoftmax<C, Shape::ROW_TILES> softmax;
+  Output<C> output;
+
+  FG_DEVICE WarpRows(const ForwardParams& all, int cta_row, int warp, int own_lane, u32 q_tile)
+      : params(all),
+        lane(own_lane),
+        lane_row(cta_row + warp * Shape::ROWS_PER_WARP + own_lane / 4),
+        range(all, cta_row + warp * Shape::ROWS_PER_WARP, Shape::ROWS_PER_WARP),
+        queries(q_tile, warp, own_lane) {
+    clear(output);
+  }
+
+  FG_DEVICE void score(Scores<C>& scores, u32 keys) const { multiply_keys<C>(scores, queries, keys, lane); }
+  FG_DEVICE void follow(Scores<C>& scores, int tile) {
+    if (range.needs_mask(tile)) apply_mask<C>(scores, params, lane_row, tile * C::BLOCK_KV + lane % 4 * 2);
+    softmax.follow_maximum(scores, output, params.scale_log2);
+  }
+  FG_DEVICE void exponentiate(Scores<C>& scores) { softmax.exponentiate(scores, params.scale_log2); }
+  FG_DEVICE void accumulate(const Scores<C>& probabilities, u32 values) { multiply_values<C>(output, probabilities, values, lane); }
+};
+
+// Load, score, mask, softmax, accumulate: one tile after the other.
+template <class C>
+FG_DEVICE void walk(const KeyValueRing<C>& ring, WarpRows<C>& rows, int first_tile) {
+  ring.fill(0);  // without Q_IN_REGISTERS, the copies of Q belong to the group of the first K tile
+  FG_NO_UNROLL
+  for (int step = 0; step < ring.steps; ++step) {
+    const int tile = first_tile - step;
+    const bool sees = !C::MASKED || tile < rows.range.last;  // a warp sits out the tiles right of its own diagonal
+    Scores<C> scores;
+    ring.wait();
+    ring.prefetch_values(step + C::NUM_STAGES - 1);
+    if (sees) {
+      rows.score(scores, ring.keys(step));
+      rows.follow(scores, tile);
+      rows.exponentiate(scores);
+    }
+    ring.wait();
+    ring.prefetch_keys(step + C::NUM_STAGES);
+    if (sees) rows.accumulate(scores, ring.values(step));
+  }
+}
+
+// The same with the next scores under way during the present softmax. Every warp computes every tile, since a branch would part the two.
+template <class C>
+FG_DEVICE void walk_overlapped(const KeyValueRing<C>& ring, WarpRows<C>& rows, int first_tile) {
+  if (ring.steps == 0) return;
+  Scores<C> scores;
+  ring.prefetch_keys(0);
+  copy_async_wait<0>();
+  block_sync();
+  rows.score(scores, ring.keys(0));
+  block_sync();  // the ring overwrites the first keys
+  ring.fill(1);
+  FG_NO_UNROLL
+  for (int step = 0; step < ring.steps - 1; ++step) {
+    Scores<C> next;
+    rows.follow(scores, first_tile - step);
+    ring.wait();
+    ring.prefetch_values(step + C::NUM_STAGES - 1);
+    rows.score(next, ring.keys(step + 1));
+    rows.exponentiate(scores);
+    ring.wait();
+    ring.prefetch_keys(step + 1 + C::NUM_STAGES);
+    rows.accumulate(scores, ring.values(step));
+    FG_UNROLL
+    for (int m = 0; m < AmpereShape<C>::ROW_TILES; ++m) {
+      FG_UNROLL
+      for (int n = 0; n < AmpereShape<C>::SCORE_TILES; ++n) {
+        FG_UNROLL
+        for (int i = 0; i < 4; ++i) scores[m][n][i] = next[m][n][i];
+      }
+    }
+  }
+  const int last = ring.steps - 1;
+  rows.follow(scores, first_tile - last);
+  rows.exponentiate(scores);
+  ring.wait();
+  ring.prefetch_values(last + C::NUM_STAGES - 1);
+  ring.wait();
+  rows.accumulate(scores, ring.values(last));
+}
+
 template <class C>
 FG_DEVICE void forward(const ForwardParams& params) {
   using Shape = AmpereShape<C>;
   using Element = typename C::Element;
   const int lane = thread_index() % WARP_LANES, warp = thread_index() / WARP_LANES;
   const Place place = place_of_block<C>(params, block_index());
-  const int warp_row = place.first_row + warp * Shape::ROWS_PER_WARP, lane_row = warp_row + lane / 4;
   const TileRange<C> range(params, place.first_row, C::BLOCK_Q);
-  // The part of the range that this warp's rows see; a masked warp sits out the tiles right of its diagonal.
-  const TileRange<C> warp_range(params, warp_row, Shape::ROWS_PER_WARP);
-
   const u32 shared = dynamic_shared();
   const KeyValueRing<C> ring(params, place, range, C::Q_IN_REGISTERS ? shared : shared + Shape::Q_BYTES);
-  QueryFragments<C> queries(shared, warp, lane);
+  WarpRows<C> rows(params, place.first_row, warp, lane, shared);
+
   const Element* q = head_of<Element>(params.q, params.q_strides, place.batch, place.head_q) + place.first_row * params.q_strides.row;
-  RowCopy<C, C::BLOCK_Q, C::HEAD_DIM, Shape::CHUNKS>::start(shared, q, params.q_strides.row, params.seqlen_q - place.first_row, params.vector_access != 0);
+  RowCopy<C, C::BLOCK_Q, C::HEAD_DIM, Shape::CHUNKS>::start(shared, q, params.q_strides.row, params.seqlen_q - place.first_row,
+                                                            params.vector_access != 0);
   if constexpr (C::Q_IN_REGISTERS) {
     copy_async_commit();
     copy_async_wait<0>();
     block_sync();
-    queries.keep();
+    rows.queries.keep();
     block_sync();  // the rings overwrite the queries
   }
-  ring.fill();  // without Q_IN_REGISTERS, the copies of Q belong to the group of the first K tile
-
-  Output<C> output;
-  clear(output);
-  OnlineSoftmax<C, Shape::ROW_TILES> softmax;
-  FG_NO_UNROLL
-  for (int step = 0; step < ring.steps; ++step) {
-    const int tile = range.last - 1 - step;
-    const bool works = !C::MASKED || tile < warp_range.last;
-    Scores<C> scores;
-    ring.wait();
-    ring.prefetch_values(step + C::NUM_STAGES - 1);
-    if (works) {
-      multiply_keys<C>(scores, queries, ring.keys(step), lane);
-      if (warp_range.needs_mask(tile)) apply_mask<C>(scores, params, lane_row, tile * C::BLOCK_KV + lane % 4 * 2);
-      softmax.update(scores, output, params.scale_log2);
-    }
-    ring.wait();
-    ring.prefetch_keys(step + C::NUM_STAGES);
-    if (works) multiply_values<C>(output, scores, ring.values(step), lane);
+  if constexpr (C::OVERLAP) {
+    walk_overlapped<C>(ring, rows, range.last - 1);
+  } else {
+    walk<C>(ring, rows, range.last - 1);
   }
-  softmax.finish();
-  store_output<C>(output, softmax, params, place, lane_row, lane);
-  store_lse<C>(softmax, params, place, lane_row, lane);
+  rows.softmax.finish();
+  store_output<C>(rows.output, rows.softmax, params, place, rows.lane_row, lane);
+  store_lse<C>(rows.softmax, params, place, rows.lane_row, lane);
 }
 
 }  // namespace fg

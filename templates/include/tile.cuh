@@ -17,7 +17,7 @@ struct RowLayout {
   static constexpr int ROW_BYTES = PITCH * CHUNK_BYTES;
 
   FG_DEVICE static u32 offset(int row, int chunk) {
-    return static_cast<u32>(row * ROW_BYTES + (SWIZZLED ? chunk ^ (row % 8) : chunk) * CHUNK_BYTES);
+    return static_cast<u32>(row * ROW_BYTES + (SWIZZLED ? chunk ^ (row & 7) : chunk) * CHUNK_BYTES);
   }
 };
 

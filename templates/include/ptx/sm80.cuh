@@ -31,16 +31,26 @@ FG_DEVICE void load_matrix_x4_transposed(u32 (&fragment)[4], u32 row_address) {
                : "memory");
 }
 
-// D += A B for one 16x8 tile, 16 products deep, accumulated in float32. Fragments as in the PTX ISA, mma.m16n8k16.
+// D += A B for one 16x8 tile, 16 products deep, accumulated in float32; `first` means D = A B. Fragments as in the PTX ISA, mma.m16n8k16.
 FG_DEVICE void multiply_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, Half) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+FG_DEVICE void multiply_first_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, Half) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
 FG_DEVICE void multiply_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, BFloat16) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+FG_DEVICE void multiply_first_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, BFloat16) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
 // Two float32 values rounded to nearest even and packed, `low` in the lower half of the word.
