@@ -181,18 +181,13 @@ def expect(case: Case, seed: int) -> Expected:
     rng = np.random.default_rng([seed, *case.name.encode()])
     inputs = case.make(case.problem, rng)
     exact = reference.attention(inputs.q, inputs.k, inputs.v, case.problem, case.scale)
-    plain = reference.plain(inputs.q, inputs.k, inputs.v, case.problem, case.scale)
-    return Expected(inputs, exact.o, exact.lse, error_unit(exact.o, plain.o, case.problem.dtype))
+    plain_error = reference.plain_error(inputs.q, inputs.k, inputs.v, case.problem, case.scale, exact.o)
+    return Expected(inputs, exact.o, exact.lse, error_unit(exact.o, plain_error, case.problem.dtype))
 
 
-def error_unit(exact: NDArray[Any], plain: NDArray[Any], dtype: DType) -> float:
-    """Largest error of the plain computation plus one ulp at the largest magnitude, so that it never collapses to zero."""
-    finite = np.isfinite(exact)
-    if not finite.any():
-        return reference.ulp(1.0, dtype)
-    with np.errstate(invalid="ignore"):
-        plain_error = float(np.abs(plain - exact)[finite].max())
-    return plain_error + reference.ulp(float(np.abs(exact[finite]).max()), dtype)
+def error_unit(exact: reference.Floats, plain_error: float, dtype: DType) -> float:
+    """The error of the plain computation plus one ulp at the largest finite magnitude, so that it never collapses to zero."""
+    return plain_error + reference.ulp(float(np.abs(exact[np.isfinite(exact)]).max(initial=0.0)), dtype)
 
 
 def launch(
@@ -354,8 +349,7 @@ def _sampled_head(
     operands = inputs.q[batch, head, rows], inputs.k[batch, kv_head], inputs.v[batch, kv_head]
     seen = reference.visible(problem.mask, problem.seqlen_q, problem.seqlen_kv, rows)
     exact = reference.head(*operands, seen, problem.scale)
-    plain = reference.plain_head(*operands, seen, problem.scale, problem.dtype)
-    unit = error_unit(exact.o, plain.o, problem.dtype)
+    unit = error_unit(exact.o, reference.plain_head_error(*operands, seen, problem.scale, problem.dtype, exact.o), problem.dtype)
     error = _error(output[batch, head, rows].astype(np.float64), exact.o)
     lse_error = _error(lse[batch, head, rows].astype(np.float64), exact.lse)
     lse_error /= np.maximum(1.0, np.where(np.isfinite(exact.lse), np.abs(exact.lse), 1.0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 from flashgen.model import DType, Mask, MaskKind, Problem
 
 Floats = NDArray[np.floating[Any]]
-OneHead = Callable[[Floats, Floats, Floats, NDArray[np.bool_]], "Attention"]
 
 _MANTISSA_BITS = {DType.FLOAT32: 23, DType.FLOAT16: 10, DType.BFLOAT16: 7}
 _MIN_EXPONENT = {DType.FLOAT32: -126, DType.FLOAT16: -14, DType.BFLOAT16: -126}
@@ -83,7 +81,7 @@ def ulp(magnitude: float, dtype: DType) -> float:
 
 def ulp_distance(left: NDArray[Any], right: NDArray[Any], dtype: DType) -> NDArray[np.int64]:
     """Number of representable steps between elements; -0 and +0 are 0 apart, NaN and a number NAN_DISTANCE, two NaN 0."""
-    distance = np.abs(_ordered(left, dtype) - _ordered(right, dtype))
+    distance: NDArray[np.int64] = np.abs(_ordered(left, dtype) - _ordered(right, dtype))
     left_nan, right_nan = np.isnan(decode(left, dtype)), np.isnan(decode(right, dtype))
     distance[left_nan != right_nan] = NAN_DISTANCE
     distance[left_nan & right_nan] = 0
@@ -178,23 +176,34 @@ def _product(left: NDArray[np.float32], right: NDArray[np.float32], dtype: DType
     return total
 
 
+def plain_head_error(q: Floats, k: Floats, v: Floats, seen: NDArray[np.bool_], scale: float, dtype: DType, exact: Floats) -> float:
+    """Largest absolute error of the plain computation of one head, over the orders of summation that count as plain.
+
+    For float32 elements these are ascending and descending: with one order alone the smallest cases would be judged by luck.
+    """
+    orders = (1, -1) if dtype is DType.FLOAT32 else (1,)
+    results = [plain_head(q[:, ::step], k[::step, ::step], v[::step], seen[:, ::step], scale, dtype).o for step in orders]
+    with np.errstate(invalid="ignore"):
+        return max(float(np.abs(o - exact)[np.isfinite(exact)].max(initial=0.0)) for o in results)
+
+
 def attention(q: Floats, k: Floats, v: Floats, problem: Problem, scale: float) -> Attention:
     """Float64 attention of all heads: q (batch, heads_q, seqlen_q, head_dim), k, v (batch, heads_kv, seqlen_kv, head_dim or head_dim_v)."""
-    return _all_heads(q, k, v, problem, lambda q, k, v, seen: head(q, k, v, seen, scale))
-
-
-def plain(q: Floats, k: Floats, v: Floats, problem: Problem, scale: float) -> Attention:
-    """The plain computation of all heads; shapes as in `attention`, output float32 values of the element type."""
-    return _all_heads(q, k, v, problem, lambda q, k, v, seen: plain_head(q, k, v, seen, scale, problem.dtype))
-
-
-def _all_heads(q: Floats, k: Floats, v: Floats, problem: Problem, one_head: OneHead) -> Attention:
     seen = visible(problem.mask, problem.seqlen_q, problem.seqlen_kv)
     o = np.empty((problem.batch, problem.heads_q, problem.seqlen_q, problem.head_dim_v), dtype=np.float64)
     lse = np.empty(o.shape[:3], dtype=np.float64)
-    for batch in range(problem.batch):
-        for query_head in range(problem.heads_q):
-            kv_head = query_head // problem.gqa_group
-            result = one_head(q[batch, query_head], k[batch, kv_head], v[batch, kv_head], seen)
-            o[batch, query_head], lse[batch, query_head] = result.o, result.lse
+    for batch, query_head in np.ndindex(problem.batch, problem.heads_q):
+        at, kv = (batch, query_head), (batch, query_head // problem.gqa_group)
+        result = head(q[at], k[kv], v[kv], seen, scale)
+        o[at], lse[at] = result.o, result.lse
     return Attention(o, lse)
+
+
+def plain_error(q: Floats, k: Floats, v: Floats, problem: Problem, scale: float, exact: Floats) -> float:
+    """Largest absolute error of the plain computation over all heads where `exact` is finite; shapes as in `attention`."""
+    seen = visible(problem.mask, problem.seqlen_q, problem.seqlen_kv)
+    worst = 0.0
+    for batch, query_head in np.ndindex(problem.batch, problem.heads_q):
+        at, kv = (batch, query_head), (batch, query_head // problem.gqa_group)
+        worst = max(worst, plain_head_error(q[at], k[kv], v[kv], seen, scale, problem.dtype, exact[at]))
+    return worst

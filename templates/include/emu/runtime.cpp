@@ -4,6 +4,7 @@
 // memory; then the scheduler picks the next one. "Nothing can run" is the exact moment of a deadlock.
 #include "runtime.hpp"
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdarg>
@@ -655,7 +656,7 @@ bool valid(const Launch& launch) {
 // Keeps blocks and stacks of the last launch when the new one has the same shape.
 void reset(const Launch& launch) {
   const bool same = machine.launch.threads == launch.threads && machine.launch.shared_bytes == launch.shared_bytes && !machine.stopped;
-  const i64 live = launch.live_ctas < 1 ? 1 : launch.live_ctas < launch.grid ? launch.live_ctas : launch.grid;
+  const i64 live = std::max<i64>(1, std::min<i64>(launch.live_ctas, launch.grid));
   machine.launch = launch;
   if (!same) machine.blocks.clear();
   machine.ready.clear();
