@@ -44,7 +44,7 @@ constexpr size_t STACK_STAGGER = 2048 + 64;  // equal offsets in all stacks woul
 constexpr size_t STACK_STEPS = 31;
 constexpr size_t GUARDED_FIBERS = 8192;  // a guard is a mapping of its own, and a process may have 65530
 constexpr int FAULTS_PER_KIND = 3;
-constexpr int PREEMPTION_ODDS = 8;  // one memory access in so many lets another thread run first
+constexpr int PREEMPTION_ODDS = 16;  // one memory access in so many lets another thread run first
 constexpr int COPY_BYTES = 16;
 
 enum class Collective { NONE, SHUFFLE, VOTE, WARP_SYNC, LOAD_MATRIX, LOAD_MATRIX_TRANSPOSED, MULTIPLY };
@@ -300,7 +300,7 @@ unsigned char* shared_bytes(u32 address, u32 bytes, const char* who) {
     fault("bounds", "%s touches shared 0x%x..0x%x; valid is 0x%x..0x%x", who, address, address + bytes, SHARED_BASE, SHARED_BASE + size);
     return nullptr;
   }
-  if (address % bytes) {
+  if (address & (bytes - 1)) {
     fault("alignment", "%s touches shared 0x%x, which is not a multiple of %u", who, address, bytes);
     return nullptr;
   }
@@ -385,7 +385,7 @@ const Range* find_range(const unsigned char* begin, u32 bytes) {
 }
 
 bool global_allowed(const void* address, u32 bytes, bool write, const char* who) {
-  if (reinterpret_cast<uintptr_t>(address) % bytes) {
+  if (reinterpret_cast<uintptr_t>(address) & (bytes - 1)) {
     fault("alignment", "%s touches global %p, which is not a multiple of %u", who, address, bytes);
     return false;
   }

@@ -56,15 +56,18 @@ class Shadow {
   // A read that hands its data to all of `lanes`, so every one of them must be ordered after the writer.
   Conflict read(u32 offset, u32 bytes, int warp, u32 lanes) {
     Conflict conflict;
-    for (u32 grain = offset / GRAIN; grain < (offset + bytes) / GRAIN; ++grain) {
-      WriteMark& write = writes_[grain];
-      if (write.in_flight) {
-        conflict = {Conflict::IN_FLIGHT, write.thread};
-      } else if (write.epoch == epoch_ && !all_know(warp, lanes, write)) {
-        conflict = {Conflict::AFTER_WRITE, write.thread};
+    const u32 epoch = epoch_, clock = clock_[warp];
+    WriteMark* write = &writes_[offset / GRAIN];
+    ReadMark* read = &reads_[static_cast<size_t>(warp) * grains_ + offset / GRAIN];
+    for (u32 grain = 0; grain < bytes / GRAIN; ++grain, ++write, ++read) {
+      if (write->in_flight) {
+        conflict = {Conflict::IN_FLIGHT, write->thread};
+      } else if (write->epoch == epoch && !all_know(warp, lanes, *write)) {
+        conflict = {Conflict::AFTER_WRITE, write->thread};
       }
-      write.read_epoch = epoch_;
-      note_read(reads_[static_cast<size_t>(warp) * grains_ + grain], warp, lanes);
+      write->read_epoch = epoch;
+      // The clock of a warp moves only at its barriers, which order all reads before them.
+      *read = {epoch, clock, read->epoch == epoch && read->clock == clock ? read->lanes | lanes : lanes};
     }
     return conflict;
   }
@@ -115,11 +118,6 @@ class Shadow {
       if (!knows(warp * 32 + __builtin_ctz(rest), write.thread, write.clock)) return false;
     }
     return true;
-  }
-  void note_read(ReadMark& mark, int warp, u32 lanes) {
-    // The clock of a warp moves only at its barriers, which order all reads before them.
-    const bool same = mark.epoch == epoch_ && mark.clock == clock_[warp];
-    mark = {epoch_, clock_[warp], same ? mark.lanes | lanes : lanes};
   }
   int unknown_reader(u32 grain, int thread) const {
     for (int warp = 0; warp < threads_ / 32; ++warp) {
