@@ -15,6 +15,7 @@ Names = Mapping[str, int]
 Evaluator = Callable[[Names], int]
 
 MAX_LENGTH = 1000
+MAX_DEPTH = 60
 MAX_LITERAL = 2**62
 FUNCTIONS = ("ceil_div", "max", "min")
 
@@ -91,10 +92,16 @@ def _tree(text: str) -> ast.expr:
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"an expression has at most {MAX_LENGTH} characters; this one has {len(text)}")
     try:
-        return ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
         reason = problem.msg if isinstance(problem, SyntaxError) else type(problem).__name__
         raise ExpressionError(f"{text!r} is not an expression: {reason}") from None
+    level: list[ast.AST] = [tree]
+    for _ in range(MAX_DEPTH):  # counted without recursion, so that what follows may recurse
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
+        raise ExpressionError(f"{text!r} is nested deeper than {MAX_DEPTH} levels; name its parts in `derived`")
+    return tree
 
 
 def _expression(text: str, tree: ast.expr) -> Expression:

@@ -351,9 +351,7 @@ class _Reader:
             result.append(Constraint(name, relation, constraint.why))
         return tuple(result)
 
-    def point(
-        self, value: object, field: str, parameters: Mapping[str, Parameter], conditions: Mapping[str, Condition]
-    ) -> dict[str, int]:
+    def point(self, value: object, field: str, parameters: Mapping[str, Parameter], conditions: Mapping[str, Condition]) -> dict[str, int]:
         raw = self.convert(value, dict[str, bool | int], field)
         reason = refuses_point(raw, parameters.values(), conditions)
         if reason:
