@@ -1,0 +1,224 @@
+"""Which variant to try next: enumeration where the spaces are small, else seeds, the cost model's best, then Optuna's sampler.
+
+A strategy only proposes; it neither compiles nor measures. Proposals can run ahead of results, so that compilation overlaps measuring.
+With the same seed and the same results it proposes the same variants, which is what makes a resumed search continue where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from flashgen.cost import roofline_us
+from flashgen.model import Outcome, Trial, Variant
+from flashgen.space import BoundSpace
+
+if TYPE_CHECKING:
+    import optuna
+
+COST_BEST = 10  # variants taken from the cost model's ranking before the sampler starts
+HOPELESS = 3.0  # a family predicted to be so many times slower than the best gets one trial
+MAX_ASKS = 6  # asks in a row without a new feasible variant before a neighbour of the last good proposal is taken
+
+Cost = Callable[[BoundSpace, Variant], float]
+
+
+class Strategy:
+    """Proposes variants of several families for one problem and budget.
+
+    The feasible set fits the budget: everything, in the order of the cost model. Otherwise a first round gives every promising family its
+    seeds and some of the cost model's best; from then on the family with the best time so far gets all trials.
+    """
+
+    def __init__(self, bounds: Sequence[BoundSpace], budget: int, seed: int, cost: Cost = roofline_us) -> None:
+        """`bounds` are the families on offer, `budget` counts trials, `cost` predicts µs."""
+        self.families = {bound.space.family: _Family(bound, seed, cost) for bound in bounds}
+        self.total = sum(len(family.ranked) for family in self.families.values())
+        self.exhaustive = self.total <= budget
+        self.asks = 0
+        self._known: dict[Variant, Trial] = {}
+        self._pending: set[Variant] = set()
+        self._opening = deque(self._all_by_cost() if self.exhaustive else self._first_round(budget))
+
+    @property
+    def sampler(self) -> str:
+        """Name for the provenance of an entry."""
+        return "enumeration" if self.exhaustive else "tpe"
+
+    def next(self) -> Variant | None:
+        """A feasible variant that was not proposed before; None when there is none left."""
+        while self._opening:
+            variant = self._opening.popleft()
+            if not self._seen(variant):
+                return self._propose(variant)
+        for family in self._by_promise():
+            found = family.next(self._known, self._pending)
+            self.asks += family.take_asks()
+            if found is not None:
+                self._pending.add(found)
+                return found
+        return None
+
+    def tell(self, trial: Trial) -> None:
+        """The result of a proposal, or of an earlier search."""
+        self._pending.discard(trial.variant)
+        self._known[trial.variant] = trial
+        if trial.variant.family in self.families:
+            self.families[trial.variant.family].tell(trial)
+
+    def _propose(self, variant: Variant) -> Variant:
+        self._pending.add(variant)
+        self.asks += 1
+        return variant
+
+    def _seen(self, variant: Variant) -> bool:
+        return variant in self._known or variant in self._pending
+
+    def _all_by_cost(self) -> list[Variant]:
+        rated = [(family.predicted[variant], number, variant) for number, (family, variant) in enumerate(self._every())]
+        return [variant for _, _, variant in sorted(rated)]
+
+    def _every(self) -> Iterable[tuple[_Family, Variant]]:
+        return ((family, variant) for family in self.families.values() for variant in family.ranked)
+
+    def _first_round(self, budget: int) -> list[Variant]:
+        offered = sorted((family for family in self.families.values() if family.ranked), key=lambda family: family.best_predicted)
+        promising = [family for family in offered if family.best_predicted <= HOPELESS * offered[0].best_predicted]
+        share = max(1, budget // (2 * len(promising))) if len(promising) > 1 else budget
+        opening = [variant for family in promising for variant in family.head()[:share]]
+        return opening + [family.ranked[0] for family in offered if family not in promising]
+
+    def _by_promise(self) -> list[_Family]:
+        """Best measured first; a family whose results are not in yet counts by its prediction."""
+
+        def promise(family: _Family) -> float:
+            return family.best_predicted if family.best_measured is None else family.best_measured
+
+        return sorted((family for family in self.families.values() if family.ranked), key=promise)
+
+
+class _Family:
+    """The part of a search inside one family, with an Optuna study of its own: its parameters and their ranges never change."""
+
+    def __init__(self, bound: BoundSpace, seed: int, cost: Cost) -> None:
+        self.bound = bound
+        feasible = bound.feasible()
+        self.predicted = {variant: cost(bound, variant) for variant in feasible}
+        order = {variant: number for number, variant in enumerate(feasible)}
+        self.ranked = sorted(feasible, key=lambda variant: (self.predicted[variant], order[variant]))
+        self.ordinals = {variant: tuple(bound.ordinals(variant).values()) for variant in feasible}
+        self.best_measured: float | None = None
+        self._seed = seed
+        self._asks = 0
+        self._results: dict[Variant, Trial] = {}
+        self._study: optuna.Study | None = None
+        self._running: dict[Variant, list[optuna.Trial]] = {}
+        self._head = deque(self.head())
+
+    @property
+    def best_predicted(self) -> float:
+        return self.predicted[self.ranked[0]]
+
+    def head(self) -> list[Variant]:
+        """Seeds, then the cost model's best."""
+        seeds = [variant for variant in self.bound.seeds() if variant in self.predicted]
+        return list(dict.fromkeys([*seeds, *self.ranked[:COST_BEST]]))
+
+    def take_asks(self) -> int:
+        asks, self._asks = self._asks, 0
+        return asks
+
+    def tell(self, trial: Trial) -> None:
+        self._results[trial.variant] = trial
+        if trial.outcome is Outcome.OK and trial.measurement is not None:
+            median = trial.measurement.median_us
+            self.best_measured = median if self.best_measured is None else min(self.best_measured, median)
+        if self._study is not None:
+            running = self._running.pop(trial.variant, None) or [self._enqueued(self._study, trial.variant)]
+            for asked in running:
+                self._report(asked, trial)
+
+    def next(self, known: dict[Variant, Trial], pending: set[Variant]) -> Variant | None:
+        while self._head:
+            variant = self._head.popleft()
+            if variant not in known and variant not in pending:
+                self._asks += 1
+                return variant
+        if all(variant in known or variant in pending for variant in self.ranked):
+            return None
+        return self._sampled(known, pending)
+
+    def _sampled(self, known: dict[Variant, Trial], pending: set[Variant]) -> Variant:
+        """A new variant by the sampler's wish, or the unseen neighbour of what it keeps repeating."""
+        study = self._started()
+        wish = self.ranked[0]
+        for _ in range(MAX_ASKS):
+            self._asks += 1
+            asked = study.ask()
+            variant = self.bound.suggest(asked)
+            violations = self.bound.violations(variant)
+            if any(violations.values()):
+                _constrain(asked, violations)
+                _tell(study, asked, None)  # PRUNED: a trial told as failed teaches the sampler nothing
+                continue
+            wish = variant
+            if variant in known:
+                self._report(asked, known[variant])
+            elif variant in pending:
+                self._running.setdefault(variant, []).append(asked)
+            else:
+                self._running[variant] = [asked]
+                return variant
+        found = self._neighbour(wish, known, pending)
+        self._running[found] = [self._enqueued(study, found)]
+        return found
+
+    def _neighbour(self, wish: Variant, known: dict[Variant, Trial], pending: set[Variant]) -> Variant:
+        """The unseen feasible variant with the least steps from `wish`; ties go to the cost model."""
+        centre = self.ordinals[wish]
+
+        def steps(variant: Variant) -> int:
+            return sum(abs(left - right) for left, right in zip(self.ordinals[variant], centre, strict=True))
+
+        return min((variant for variant in self.ranked if variant not in known and variant not in pending), key=steps)
+
+    def _started(self) -> optuna.Study:
+        """The study, begun with all results so far."""
+        if self._study is None:
+            import optuna
+
+            optuna.logging.set_verbosity(optuna.logging.WARNING)
+            self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self._seed))
+            for variant, trial in self._results.items():
+                self._report(self._enqueued(self._study, variant), trial)
+        return self._study
+
+    def _enqueued(self, study: optuna.Study, variant: Variant) -> optuna.Trial:
+        study.enqueue_trial(dict(self.bound.ordinals(variant)))
+        asked = study.ask()
+        self.bound.suggest(asked)
+        return asked
+
+    def _report(self, asked: optuna.Trial, trial: Trial) -> None:
+        assert self._study is not None
+        violations = self.bound.violations(trial.variant)
+        if trial.report is not None:
+            violations |= self.bound.compiled_violations(trial.variant, trial.report)
+        ok = trial.outcome is Outcome.OK and trial.measurement is not None
+        _constrain(asked, violations | {"runs": 0.0 if ok or any(violations.values()) else 1.0})
+        _tell(self._study, asked, trial.measurement.median_us if ok and trial.measurement else None)
+
+
+def _constrain(asked: optuna.Trial, violations: dict[str, float]) -> None:
+    for name, amount in violations.items():
+        asked.set_constraint(name, amount)
+
+
+def _tell(study: optuna.Study, asked: optuna.Trial, value: float | None) -> None:
+    import optuna
+
+    if value is None:
+        study.tell(asked, state=optuna.trial.TrialState.PRUNED)
+    else:
+        study.tell(asked, value)
