@@ -249,6 +249,18 @@ class CompileReport:
     options: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one CTA of a variant takes, and how many fit an SM: the worst over the entry points."""
+
+    shared_parts: tuple[tuple[str, int], ...]  # named parts of the dynamic shared memory, bytes
+    shared_bytes: int  # dynamic shared memory of one CTA
+    est_registers: int  # per thread: the compiler's figure where there is one, else the space's estimate
+    threads: int  # per CTA
+    ctas_per_sm: int  # resident at once; 0 when not even one fits
+    limit: str  # what bounds it: shared, registers, threads or ctas
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A (batch, heads, rows, columns) view into a one-dimensional buffer that may hold guard elements around it.
