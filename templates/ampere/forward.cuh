@@ -2,8 +2,7 @@
 //
 // A CTA owns BLOCK_Q query rows, each warp ROWS_PER_WARP of them, and walks over KV tiles from the right edge to the left, so that masked
 // tiles come first. K and V tiles pass through rings of NUM_STAGES slots. Copies are issued in the order K0 V0 K1 V1 …, one group each;
-// whenever a tile is needed, exactly 2 * NUM_STAGES - 2 younger groups may still be in flight. With OVERLAP the K ring runs one tile ahead,
-// so that the tensor cores compute the next scores while the other units exponentiate the present ones.
+// whenever a tile is needed, exactly 2 * NUM_STAGES - 2 younger groups may still be in flight.
 #pragma once
 #include "mask.cuh"
 #include "softmax.cuh"
@@ -70,13 +69,13 @@ struct KeyValueRing {
     }
     copy_async_commit();
   }
-  // The first copies, so that the loop starts with as many groups in flight as it keeps; `ahead` is 1 when K runs one tile ahead of V.
-  FG_DEVICE void fill(int ahead) const {
-    prefetch_keys(ahead);
+  // The first copies, so that the loop starts with as many groups in flight as it keeps.
+  FG_DEVICE void fill() const {
+    prefetch_keys(0);
     FG_UNROLL
     for (int step = 1; step < C::NUM_STAGES; ++step) {
       prefetch_values(step - 1);
-      prefetch_keys(ahead + step);
+      prefetch_keys(step);
     }
   }
   // The next K or V tile has landed for every thread, and every warp is done with the slot that the next prefetch overwrites.
@@ -296,18 +295,16 @@ struct WarpRows {
   }
 
   FG_DEVICE void score(Scores<C>& scores, u32 keys) const { multiply_keys<C>(scores, queries, keys, lane); }
-  FG_DEVICE void follow(Scores<C>& scores, int tile) {
+  FG_DEVICE void mask(Scores<C>& scores, int tile) const {
     if (range.needs_mask(tile)) apply_mask<C>(scores, params, lane_row, tile * C::BLOCK_KV + lane % 4 * 2);
-    softmax.follow_maximum(scores, output, params.scale_log2);
   }
-  FG_DEVICE void exponentiate(Scores<C>& scores) { softmax.exponentiate(scores, params.scale_log2); }
   FG_DEVICE void accumulate(const Scores<C>& probabilities, u32 values) { multiply_values<C>(output, probabilities, values, lane); }
 };
 
 // Load, score, mask, softmax, accumulate: one tile after the other.
 template <class C>
-FG_DEVICE void walk(const KeyValueRing<C>& ring, WarpRows<C>& rows, int first_tile) {
-  ring.fill(0);  // without Q_IN_REGISTERS, the copies of Q belong to the group of the first K tile
+FG_DEVICE void walk(const ForwardParams& params, const KeyValueRing<C>& ring, WarpRows<C>& rows, int first_tile) {
+  ring.fill();  // without Q_IN_REGISTERS, the copies of Q belong to the group of the first K tile
   FG_NO_UNROLL
   for (int step = 0; step < ring.steps; ++step) {
     const int tile = first_tile - step;
@@ -317,53 +314,13 @@ FG_DEVICE void walk(const KeyValueRing<C>& ring, WarpRows<C>& rows, int first_ti
     ring.prefetch_values(step + C::NUM_STAGES - 1);
     if (sees) {
       rows.score(scores, ring.keys(step));
-      rows.follow(scores, tile);
-      rows.exponentiate(scores);
+      rows.mask(scores, tile);
+      rows.softmax.update(scores, rows.output, params.scale_log2);
     }
     ring.wait();
     ring.prefetch_keys(step + C::NUM_STAGES);
     if (sees) rows.accumulate(scores, ring.values(step));
   }
-}
-
-// The same with the next scores under way during the present softmax. Every warp computes every tile, since a branch would part the two.
-template <class C>
-FG_DEVICE void walk_overlapped(const KeyValueRing<C>& ring, WarpRows<C>& rows, int first_tile) {
-  if (ring.steps == 0) return;
-  Scores<C> scores;
-  ring.prefetch_keys(0);
-  copy_async_wait<0>();
-  block_sync();
-  rows.score(scores, ring.keys(0));
-  block_sync();  // the ring overwrites the first keys
-  ring.fill(1);
-  FG_NO_UNROLL
-  for (int step = 0; step < ring.steps - 1; ++step) {
-    Scores<C> next;
-    rows.follow(scores, first_tile - step);
-    ring.wait();
-    ring.prefetch_values(step + C::NUM_STAGES - 1);
-    rows.score(next, ring.keys(step + 1));
-    rows.exponentiate(scores);
-    ring.wait();
-    ring.prefetch_keys(step + 1 + C::NUM_STAGES);
-    rows.accumulate(scores, ring.values(step));
-    FG_UNROLL
-    for (int m = 0; m < AmpereShape<C>::ROW_TILES; ++m) {
-      FG_UNROLL
-      for (int n = 0; n < AmpereShape<C>::SCORE_TILES; ++n) {
-        FG_UNROLL
-        for (int i = 0; i < 4; ++i) scores[m][n][i] = next[m][n][i];
-      }
-    }
-  }
-  const int last = ring.steps - 1;
-  rows.follow(scores, first_tile - last);
-  rows.exponentiate(scores);
-  ring.wait();
-  ring.prefetch_values(last + C::NUM_STAGES - 1);
-  ring.wait();
-  rows.accumulate(scores, ring.values(last));
 }
 
 template <class C>
@@ -387,11 +344,7 @@ FG_DEVICE void forward(const ForwardParams& params) {
     rows.queries.keep();
     block_sync();  // the rings overwrite the queries
   }
-  if constexpr (C::OVERLAP) {
-    walk_overlapped<C>(ring, rows, range.last - 1);
-  } else {
-    walk<C>(ring, rows, range.last - 1);
-  }
+  walk<C>(params, ring, rows, range.last - 1);
   rows.softmax.finish();
   store_output<C>(rows.output, rows.softmax, params, place, rows.lane_row, lane);
   store_lse<C>(rows.softmax, params, place, rows.lane_row, lane);

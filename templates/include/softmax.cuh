@@ -22,9 +22,9 @@ struct OnlineSoftmax {
     }
   }
 
-  // Raises the reference to the maximum of these scores where it must, and rescales what was summed under the old one.
+  // Turns scores into probabilities relative to the reference, which grows, and with it the output is rescaled, only when it must.
   template <int SCORE_TILES, int OUTPUT_TILES>
-  FG_DEVICE void follow_maximum(float (&scores)[ROW_TILES][SCORE_TILES][4], float (&output)[ROW_TILES][OUTPUT_TILES][4], float scale_log2) {
+  FG_DEVICE void update(float (&scores)[ROW_TILES][SCORE_TILES][4], float (&output)[ROW_TILES][OUTPUT_TILES][4], float scale_log2) {
     float tile_max[ROWS];
     bool grows = false;
     FG_UNROLL
@@ -33,18 +33,14 @@ struct OnlineSoftmax {
       grows |= (tile_max[r] - reference[r]) * scale_log2 > static_cast<float>(C::RESCALE_THRESHOLD);
     }
     if (warp_any(grows)) raise_reference(tile_max, output, scale_log2);
+    float base[ROWS];  // the reference in log2 units, subtracted from the scaled scores
     bool is_huge = false;
     FG_UNROLL
     for (int r = 0; r < ROWS; ++r) {
       base[r] = reference[r] == -infinity() ? 0.0f : reference[r] * scale_log2;
       is_huge |= magnitude(base[r]) >= HUGE_LOG2;
     }
-    if (warp_any(is_huge)) subtract_reference(scores);
-  }
-
-  // Turns the scores that the reference has followed into probabilities relative to it.
-  template <int SCORE_TILES>
-  FG_DEVICE void exponentiate(float (&scores)[ROW_TILES][SCORE_TILES][4], float scale_log2) {
+    if (warp_any(is_huge)) subtract_reference(scores, base);
     FG_UNROLL
     for (int m = 0; m < ROW_TILES; ++m) {
       FG_UNROLL
@@ -73,8 +69,6 @@ struct OnlineSoftmax {
   }
 
  private:
-  float base[ROWS];  // the reference in log2 units, subtracted from the scaled scores
-
   template <int SCORE_TILES>
   FG_DEVICE static float row_maximum(const float (&scores)[SCORE_TILES][4], int half) {
     float result = larger(scores[0][2 * half], scores[0][2 * half + 1]);
@@ -103,7 +97,7 @@ struct OnlineSoftmax {
 
   // Subtracting before scaling is exact where it matters; it costs an instruction per score, so only huge scores pay for it.
   template <int SCORE_TILES>
-  FG_DEVICE void subtract_reference(float (&scores)[ROW_TILES][SCORE_TILES][4]) {
+  FG_DEVICE void subtract_reference(float (&scores)[ROW_TILES][SCORE_TILES][4], float (&base)[ROWS]) const {
     FG_UNROLL
     for (int m = 0; m < ROW_TILES; ++m) {
       FG_UNROLL
