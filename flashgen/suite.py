@@ -11,7 +11,7 @@ import numpy as np
 
 from flashgen import cases
 from flashgen.cases import Inputs, Layout
-from flashgen.model import Alignment, Mask, MaskKind, Problem, ProblemClass
+from flashgen.model import Alignment, DType, Mask, MaskKind, Problem, ProblemClass
 
 SUITE = "attention-forward/1"
 HUGE_WINDOW = 2**31 - 1
@@ -172,8 +172,10 @@ def _magnitudes(suite: _Suite) -> None:
     suite.add("top_of_range", (6, kv + 2), cases.top_of_range)
     negative = _without_rng(cases.strongly_negative)
     for scale in (suite.klass.head_dim**-0.5, 1.0):
-        suite.add("strongly_negative", (1, 64), negative, check=Check.BITWISE, scale=scale, mask=suite.everything)
-    suite.add("huge_single_key", (1, 1), _without_rng(cases.huge_single_key), check=Check.BITWISE, mask=suite.everything)
+        suite.add("strongly_negative", (1, 64), negative, scale=scale, mask=suite.everything)
+    # Float16 cannot hold scores so large that a kernel must give up the fused form, which may move the probability by one step.
+    check = Check.BOUNDED if suite.klass.dtype is DType.FLOAT16 else Check.BITWISE
+    suite.add("huge_single_key", (1, 1), _without_rng(cases.huge_single_key), check=check, mask=suite.everything)
     for scale in (0.02, 0.7):
         suite.add("scale", (10, kv + 9), cases.coarse, scale=scale)
 
