@@ -352,9 +352,9 @@ def load_space(family: str) -> Space:
 
 
 def load_spaces(op: Op | str) -> tuple[Space, ...]:
-    """All shipped spaces that compute `op`, by family name. Raises InvalidSpace."""
+    """The shipped spaces that a search for `op` offers, by family name; baselines are left out. Raises InvalidSpace."""
     spaces = (_read(path) for path in sorted(paths.search_spaces().glob("*.yaml")))
-    return tuple(space for space in spaces if Op(op) in space.ops)
+    return tuple(space for space in spaces if Op(op) in space.ops and not space.definition.baseline)
 
 
 def _read(path: Path) -> Space:

@@ -115,6 +115,7 @@ class _RawSpace(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     derived: dict[str, Any] = {}
     shared_parts: list[str] | None = None
     cost: dict[str, Any] = {}
+    baseline: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,7 @@ class Definition:
     shared_parts: tuple[str, ...]
     cost: Mapping[str, int]
     digest: str
+    baseline: bool = False  # for comparison only; a search does not offer it
 
     def refuse(self, field: str, reason: object) -> NoReturn:
         """Raise InvalidSpace with file and field."""
@@ -240,6 +242,7 @@ class _Reader:
             seeds=tuple(self.point(seed, f"seeds[{index}]", parameters, conditions) for index, seed in enumerate(raw.seeds)),
             fallback=self.point(raw.fallback, "fallback", parameters, conditions),
             shared_parts=self.shared_parts(derived), cost=self.cost(), digest=_digest(self.value),
+            baseline=raw.baseline,
         )  # fmt: skip
 
     def identifier(self, name: str, field: str, taken: Iterable[str] = ()) -> None:

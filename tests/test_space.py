@@ -410,6 +410,12 @@ def test_spaces_are_found_by_family_and_by_op(folder: Path) -> None:
         load_space("../x")
 
 
+def test_a_baseline_is_loaded_by_name_and_never_offered(folder: Path) -> None:
+    (folder / "example_space.yaml").write_text(TEXT + "\nbaseline: true\n")
+    assert load_space("example_space").definition.baseline
+    assert load_spaces(Op.FORWARD) == ()
+
+
 def test_a_file_must_carry_its_family_as_name(folder: Path) -> None:
     (folder / "other.yaml").write_text(TEXT)
     with pytest.raises(InvalidSpace, match="must equal the name of the file, 'other'"):
