@@ -1,8 +1,8 @@
 """Runs a source on the CPU: the same text, compiled by the host g++ against templates/include/emu, one fiber per CUDA thread.
 
 A run checks what a device would not: bounds of shared and global memory, alignment, races on shared memory, waits that do not cover a
-copy, deadlocks and divergent barriers. It proves indexing, masking, synchronisation and algebra; rounding of tensor cores and what the device
-compiler does are certified on a device.
+copy, deadlocks and divergent barriers. It proves indexing, masking, synchronisation and algebra; rounding of tensor cores and what the
+device compiler does are certified on a device.
 """
 
 from __future__ import annotations
@@ -245,14 +245,12 @@ class _Builder:
 
 
 def _find_compiler() -> str:
-    for name in ("g++", "c++"):
-        found = shutil.which(name)
-        if found:
-            return found
-    raise MissingDependency(
-        "The emulated executor needs a host C++ compiler, and neither g++ nor c++ is on PATH. Install one, for example with "
-        "`apt-get install g++`."
-    )
+    found = shutil.which("g++")
+    if not found:
+        raise MissingDependency(
+            "The emulated executor needs a host C++ compiler, and g++ is not on PATH. Install it, for example with `apt-get install g++`."
+        )
+    return found
 
 
 @lru_cache(maxsize=8)
@@ -396,8 +394,8 @@ class Emulator:
     ) -> EmulationReport:
         """Run `grid` blocks of one entry point, `live_ctas` of them alive at a time.
 
-        An isolated run costs a few milliseconds more; a crash or a hang ends it alone, after `deadline_s`. Otherwise a faulty kernel may take
-        the process along. Raises CompileError, and LaunchError when no child can be started; broken rules are in the report.
+        An isolated run costs a few milliseconds more; a crash or a hang ends it alone, after `deadline_s`. Otherwise a faulty kernel may
+        take the process along. Raises CompileError, and LaunchError when no child can be started; broken rules are in the report.
         """
         kernel = self._entry(text, entry, threads)
         ranges = [_Range(*each) for each in memory.ranges()]

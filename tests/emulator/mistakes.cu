@@ -13,7 +13,9 @@ FG_KERNEL(shared_overrun, Params, 64, 1) { store_shared(dynamic_shared() + 16 * 
 FG_KERNEL(shared_underrun, Params, 64, 1) { load_shared<u32>(dynamic_shared() - 4); }
 FG_KERNEL(shared_misaligned, Params, 64, 1) { store_shared(dynamic_shared() + 4 * (thread_index() % 2), Vector16{}); }
 FG_KERNEL(copy_misaligned, Params, 64, 1) { copy_async_16(dynamic_shared() + thread_index() * 16, params.in + 1, true); }
-FG_KERNEL(global_overrun, Params, 64, 1) { store_global(params.out + thread_index(), load_global(params.in + thread_index() + params.count - 63)); }
+FG_KERNEL(global_overrun, Params, 64, 1) {
+  store_global(params.out + thread_index(), load_global(params.in + thread_index() + params.count - 63));
+}
 FG_KERNEL(global_overrun_of_copy, Params, 64, 1) { copy_async_16(dynamic_shared(), params.in + params.count, thread_index() == 5); }
 FG_KERNEL(global_misaligned, Params, 64, 1) { load_global(reinterpret_cast<const Vector16*>(params.in + 1)); }
 FG_KERNEL(writes_input, Params, 64, 1) { store_global(const_cast<float*>(params.in), 1.0f); }
@@ -35,7 +37,9 @@ FG_KERNEL(different_collectives, Params, 64, 1) {
     store_global(params.out + thread_index(), shuffle_xor(1.0f, 1));
   }
 }
-FG_KERNEL(unwritten_shared, Params, 64, 1) { store_global(params.out + thread_index(), load_shared<float>(dynamic_shared() + 4 * thread_index())); }
+FG_KERNEL(unwritten_shared, Params, 64, 1) {
+  store_global(params.out + thread_index(), load_shared<float>(dynamic_shared() + 4 * thread_index()));
+}
 FG_KERNEL(endless, Params, 64, 1) {
   volatile int forever = 1;
   while (forever) {

@@ -1,10 +1,11 @@
-// One warp: D = A B^T with A (16, 16) and B (8, 16), through shared memory, matrix loads and one tensor-core product. FAULT plants one mistake.
+// One warp: D = A B^T with A (16, 16) and B (8, 16), through shared memory, matrix loads and one tensor-core product. FAULT plants one
+// mistake.
 #include "sm80.cuh"
 
 struct Params {
   const ELEMENT* a;
   const ELEMENT* b;
-  float* d;  // (16, 8); on entry the accumulator
+  float* d;            // (16, 8); on entry the accumulator
   fg::u32* fragments;  // (32, 4): what a transposed load of A gives to each lane
 };
 

@@ -6,13 +6,11 @@
 #define FG_UNROLL
 #define FG_NO_UNROLL
 // NAME becomes an exported function of the address of the parameters; the runtime calls it once per emulated thread.
-#define FG_KERNEL(NAME, PARAMS, THREADS, CTAS_PER_SM)                                                          \
-  extern "C" __attribute__((visibility("default"))) const int NAME##_max_threads;                              \
-  const int NAME##_max_threads = THREADS;                                                                      \
-  static void NAME##_body(const PARAMS& params);                                                               \
-  extern "C" __attribute__((visibility("default"))) void NAME(const void* params) {                            \
-    NAME##_body(*static_cast<const PARAMS*>(params));                                                          \
-  }                                                                                                            \
+#define FG_KERNEL(NAME, PARAMS, THREADS, CTAS_PER_SM)                                                                                   \
+  extern "C" __attribute__((visibility("default"))) const int NAME##_max_threads;                                                       \
+  const int NAME##_max_threads = THREADS;                                                                                               \
+  static void NAME##_body(const PARAMS& params);                                                                                        \
+  extern "C" __attribute__((visibility("default"))) void NAME(const void* params) { NAME##_body(*static_cast<const PARAMS*>(params)); } \
   static void NAME##_body([[maybe_unused]] const PARAMS& params)
 
 namespace fg {

@@ -1,8 +1,12 @@
 // Runtime of the emulation: fibers under a scheduler, shared and global memory with checks, collectives of a warp, asynchronous copies.
 //
-// Every emulated thread is a fiber. A fiber runs until it waits for others (a collective, a barrier) or, under some schedules, until it touches
-// memory; then the scheduler picks the next one. "Nothing can run" is the exact moment of a deadlock.
+// Every emulated thread is a fiber. A fiber runs until it waits for others (a collective, a barrier) or, under some schedules, until it
+// touches memory; then the scheduler picks the next one. "Nothing can run" is the exact moment of a deadlock.
 #include "runtime.hpp"
+
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -17,10 +21,6 @@
 #include <memory>
 #include <string>
 #include <vector>
-
-#include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 #if defined(__linux__)
 #include <sys/prctl.h>
 #endif
@@ -48,8 +48,8 @@ constexpr int PREEMPTION_ODDS = 16;  // one memory access in so many lets anothe
 constexpr int COPY_BYTES = 16;
 
 enum class Collective { NONE, SHUFFLE, VOTE, WARP_SYNC, LOAD_MATRIX, LOAD_MATRIX_TRANSPOSED, MULTIPLY };
-const char* const COLLECTIVE_NAMES[] = {"nothing", "shuffle_xor", "warp_any", "warp_sync", "load_matrix_x4", "load_matrix_x4_transposed",
-                                        "multiply_16x8x16"};
+const char* const COLLECTIVE_NAMES[] = {
+    "nothing", "shuffle_xor", "warp_any", "warp_sync", "load_matrix_x4", "load_matrix_x4_transposed", "multiply_16x8x16"};
 const char* const IN_BLOCK_SYNC = "block_sync";
 const char* const PREEMPTED = "a memory access";
 
@@ -130,7 +130,6 @@ struct Machine {
   Result* result = nullptr;
   Context main;
   Fiber* running = nullptr;
-  Fiber* doomed = nullptr;  // where an abandoned fiber saves itself
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<Warp*> ready;
   Warp* favourite = nullptr;  // the greedy schedule stays with it
@@ -140,6 +139,7 @@ struct Machine {
   i64 next_block = 0;
   int alive_blocks = 0;
   bool stopped = false;
+  bool tidy = false;  // the last launch ran to its end, so that its blocks can be used again
   std::map<std::string, int> faults_of_kind;
   const Range* last_range = nullptr;
   char* stacks = nullptr;
@@ -221,11 +221,13 @@ Warp* pick_warp() {
     case LOCKSTEP:
       if (++machine.turn >= machine.ready.size()) machine.turn = 0;
       return machine.ready[machine.turn];
-    case STARVE: return pick_unstarved();
+    case STARVE:
+      return pick_unstarved();
     case GREEDY:
       if (!machine.favourite || !machine.favourite->ready) machine.favourite = machine.ready[random_below(machine.ready.size())];
       return machine.favourite;
-    default: return machine.ready[random_below(machine.ready.size())];
+    default:
+      return machine.ready[random_below(machine.ready.size())];
   }
 }
 
@@ -309,9 +311,11 @@ unsigned char* shared_bytes(u32 address, u32 bytes, const char* who) {
 
 void report_race(const Conflict& conflict, const char* who, u32 address) {
   switch (conflict.kind) {
-    case Conflict::NONE: return;
+    case Conflict::NONE:
+      return;
     case Conflict::IN_FLIGHT:
-      return fault("race", "%s of shared 0x%x, the target of a copy by thread %d that no wait has covered yet", who, address, conflict.thread);
+      return fault("race", "%s of shared 0x%x, the target of a copy by thread %d that no wait has covered yet", who, address,
+                   conflict.thread);
     case Conflict::AFTER_WRITE:
       return fault("race", "%s of shared 0x%x is not ordered after a write by thread %d", who, address, conflict.thread);
     case Conflict::AFTER_READ:
@@ -468,7 +472,8 @@ inline float decode_half(u32 bits) {
 }
 inline float decode_bfloat16(u32 bits) { return bits_to_float(bits << 16); }
 
-using FragmentA = float[4][2][LANES];  // [register][half][lane]: element (lane / 4 + 8 * (register % 2), column_of(lane, half) + 8 * (register / 2))
+using FragmentA =
+    float[4][2][LANES];  // [register][half][lane]: element (lane / 4 + 8 * (register % 2), column_of(lane, half) + 8 * (register / 2))
 using Row = float __attribute__((vector_size(32)));
 
 // Fragments stay in the order of lanes here, so that decoding is one long loop.
@@ -554,7 +559,6 @@ void reserve_stacks(size_t fibers) {
 
 void shape(Block& block) {
   const int threads = machine.launch.threads;
-  block.shared.reset(static_cast<unsigned char*>(nullptr));
   block.shared.reset(new unsigned char[machine.launch.shared_bytes + 1]);
   block.fibers = std::vector<Fiber>(threads);
   block.warps = std::vector<Warp>(threads / LANES);
@@ -655,7 +659,7 @@ bool valid(const Launch& launch) {
 
 // Keeps blocks and stacks of the last launch when the new one has the same shape.
 void reset(const Launch& launch) {
-  const bool same = machine.launch.threads == launch.threads && machine.launch.shared_bytes == launch.shared_bytes && !machine.stopped;
+  const bool same = machine.launch.threads == launch.threads && machine.launch.shared_bytes == launch.shared_bytes && machine.tidy;
   const i64 live = std::max<i64>(1, std::min<i64>(launch.live_ctas, launch.grid));
   machine.launch = launch;
   if (!same) machine.blocks.clear();
@@ -673,7 +677,7 @@ void reset(const Launch& launch) {
   machine.random = launch.seed * 0x9E3779B97F4A7C15ull + 0x2545F4914F6CDD1Dull;
   machine.next_block = 0;
   machine.alive_blocks = 0;
-  machine.stopped = false;
+  machine.stopped = machine.tidy = false;
   machine.last_range = nullptr;
 }
 
@@ -894,6 +898,7 @@ extern "C" void fg_emulate_run(const Launch* launch, Result* result) {
     reset(*launch);
     if (machine.stacks) {
       run_blocks();
+      machine.tidy = !machine.stopped;
     } else {
       fault("launch", "no memory for the stacks of %d threads in %zu blocks", launch->threads, machine.blocks.size());
     }

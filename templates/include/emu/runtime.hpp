@@ -14,7 +14,7 @@ namespace emu {
 
 // Work done by one launch. flashgen/emulate.py holds the twin of this struct.
 struct Counters {
-  u64 global_bytes_read;     // asynchronous copies included
+  u64 global_bytes_read;  // asynchronous copies included
   u64 global_bytes_written;
   u64 shared_bytes_read;     // matrix loads included
   u64 shared_bytes_written;  // asynchronous copies included
@@ -24,7 +24,7 @@ struct Counters {
   u64 shared_conflicts;      // the same for ordinary shared accesses, lanes matched by their order since the last collective
   u64 multiplies;            // 16x8x16 tensor-core products
   u64 exponentials;
-  u64 collectives;           // of a warp
+  u64 collectives;  // of a warp
   u64 block_barriers;
   u64 switches;
 };
@@ -73,7 +73,7 @@ struct Launch {
   i64 grid;
   int threads;
   int shared_bytes;
-  int live_ctas;    // how many blocks may be alive at a time
+  int live_ctas;  // how many blocks may be alive at a time
   int schedule;
   int late_copies;  // copies land at the wait that covers them, else when they are issued
   int poison;       // a late copy fills its target with NaN bytes when it is issued
@@ -95,7 +95,7 @@ struct Result {
 };
 
 extern "C" {
-void fg_emulate_run(const Launch* launch, Result* result);  // in this process
+void fg_emulate_run(const Launch* launch, Result* result);   // in this process
 int fg_emulate_start(const Launch* launch, Result* result);  // in a child that shares *result; returns its process id, or -errno
 int fg_emulate_wait(int process, int milliseconds);          // 1 when the child is over, 0 when the time is
 void fg_emulate_kill(int process);

@@ -1,11 +1,11 @@
 // Happens-before checker for the shared memory of one block.
 //
 // A mark per two bytes of shared memory holds the last write and the reads since. Two accesses by different threads, one of them a write,
-// must be ordered by a block barrier, or by a chain of warp barriers inside one warp. Shuffles, votes, matrix loads and products order nothing:
-// CUDA promises memory ordering for __syncwarp and __syncthreads only.
+// must be ordered by a block barrier, or by a chain of warp barriers inside one warp. Shuffles, votes, matrix loads and products order
+// nothing: CUDA promises memory ordering for __syncwarp and __syncthreads only.
 //
-// Time is (epoch, clock): a block barrier orders everything before it, so it just starts an epoch and all knowledge of threads about each other
-// starts anew; within an epoch every warp has a clock and every thread a vector of the clocks of others that it knows.
+// Time is (epoch, clock): a block barrier orders everything before it, so it just starts an epoch and all knowledge of threads about each
+// other starts anew; within an epoch every warp has a clock and every thread a vector of the clocks of others that it knows.
 #pragma once
 #include <algorithm>
 #include <cstddef>
