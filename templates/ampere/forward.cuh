@@ -21,9 +21,9 @@ struct AmpereShape {
   static_assert(TOTAL_BYTES == C::SHARED_BYTES, "the layout of shared memory is the formula of the search space");
 
   static constexpr int ROWS_PER_WARP = C::BLOCK_Q / C::NUM_WARPS;
-  static constexpr int ROW_TILES = ROWS_PER_WARP / 16;          // 16-row products per warp
-  static constexpr int DEPTH = CHUNKS / 2;                      // 16-deep products of Q K^T
-  static constexpr int SCORE_TILES = C::BLOCK_KV / 8;           // 8-column products
+  static constexpr int ROW_TILES = ROWS_PER_WARP / 16;  // 16-row products per warp
+  static constexpr int DEPTH = CHUNKS / 2;              // 16-deep products of Q K^T
+  static constexpr int SCORE_TILES = C::BLOCK_KV / 8;   // 8-column products
   static constexpr int OUTPUT_TILES = CHUNKS_V;
   static_assert(ROWS_PER_WARP % 16 == 0 && C::BLOCK_KV % 16 == 0, "warps and tiles hold whole products");
 };
@@ -65,7 +65,8 @@ struct KeyValueRing {
   FG_DEVICE void prefetch_values(int step) const {
     if (step < steps) {
       const int row = (newest_tile - step) * C::BLOCK_KV;
-      RowCopy<C, C::BLOCK_KV, C::HEAD_DIM_V, Shape::CHUNKS_V>::start(values(step), v + row * v_stride, v_stride, seqlen - row, vector_access);
+      RowCopy<C, C::BLOCK_KV, C::HEAD_DIM_V, Shape::CHUNKS_V>::start(values(step), v + row * v_stride, v_stride, seqlen - row,
+                                                                     vector_access);
     }
     copy_async_commit();
   }
@@ -230,8 +231,8 @@ FG_DEVICE void transpose_quad(u32 (&word)[4], int quad) {
 
 // Normalises, converts and stores the rows of one warp, 16 bytes per lane.
 template <class C>
-FG_DEVICE void store_output(const Output<C>& output, const OnlineSoftmax<C, AmpereShape<C>::ROW_TILES>& softmax, const ForwardParams& params,
-                            const Place& place, int row, int lane) {
+FG_DEVICE void store_output(const Output<C>& output, const OnlineSoftmax<C, AmpereShape<C>::ROW_TILES>& softmax,
+                            const ForwardParams& params, const Place& place, int row, int lane) {
   using Shape = AmpereShape<C>;
   using Element = typename C::Element;
   Element* o = head_of<Element>(params.o, params.o_strides, place.batch, place.head_q);
@@ -264,8 +265,8 @@ FG_DEVICE void store_output(const Output<C>& output, const OnlineSoftmax<C, Ampe
 }
 
 template <class C>
-FG_DEVICE void store_lse(const OnlineSoftmax<C, AmpereShape<C>::ROW_TILES>& softmax, const ForwardParams& params, const Place& place, int row,
-                         int lane) {
+FG_DEVICE void store_lse(const OnlineSoftmax<C, AmpereShape<C>::ROW_TILES>& softmax, const ForwardParams& params, const Place& place,
+                         int row, int lane) {
   float* lse = lse_of(params, place);
   FG_UNROLL
   for (int r = 0; r < 2 * AmpereShape<C>::ROW_TILES; ++r) {

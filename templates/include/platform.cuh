@@ -1,4 +1,4 @@
-// Where the text runs: on a GPU (ptx/) or on a CPU against the emulation headers (emu/). Everything below this file is the same text for both.
+// Where the text runs: on a GPU (ptx/) or on a CPU against the emulation headers (emu/). Below this file, the text is the same for both.
 #pragma once
 #if defined(FG_EMULATE)
 #include "emu/common.hpp"

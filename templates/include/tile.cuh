@@ -5,7 +5,7 @@
 
 namespace fg {
 
-constexpr int CHUNK_BYTES = 16;    // the unit of a copy and of a matrix row
+constexpr int CHUNK_BYTES = 16;  // the unit of a copy and of a matrix row
 constexpr int CHUNK_ELEMENTS = 8;
 
 // Rows of CHUNKS 16-byte chunks. Eight lanes that read one chunk column of eight consecutive rows must touch eight different bank groups:
@@ -44,7 +44,8 @@ template <class Element>
 FG_DEVICE Vector16 gather_16(const Element* source) {
   Vector16 vector;
   FG_UNROLL
-  for (int i = 0; i < 4; ++i) vector.word[i] = load_global(source + 2 * i).bits | static_cast<u32>(load_global(source + 2 * i + 1).bits) << 16;
+  for (int i = 0; i < 4; ++i)
+    vector.word[i] = load_global(source + 2 * i).bits | static_cast<u32>(load_global(source + 2 * i + 1).bits) << 16;
   return vector;
 }
 template <class Element>

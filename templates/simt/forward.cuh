@@ -27,10 +27,7 @@ struct SimtTiles {
   SharedMatrix q, k, v, p;
 
   FG_DEVICE explicit SimtTiles(u32 base)
-      : q{base, PITCH},
-        k{q.address(C::BLOCK_Q, 0), PITCH},
-        v{k.address(C::BLOCK_KV, 0), PITCH_V},
-        p{v.address(C::BLOCK_KV, 0), PITCH_P} {}
+      : q{base, PITCH}, k{q.address(C::BLOCK_Q, 0), PITCH}, v{k.address(C::BLOCK_KV, 0), PITCH_V}, p{v.address(C::BLOCK_KV, 0), PITCH_P} {}
 };
 
 // Rows past `valid_rows` become zeros: a score or product with them is finite, and the mask hides it.
@@ -164,7 +161,8 @@ struct SimtTeam {
       FG_UNROLL
       for (int i = 0; i < OUTPUTS; ++i) {
         const int column = lane + i * LANES;
-        if (column < C::HEAD_DIM_V) store_global(o + row * params.o_strides.row + column, from_float<Element>(empty ? 0.0f : output[r][i] / sum));
+        if (column < C::HEAD_DIM_V)
+          store_global(o + row * params.o_strides.row + column, from_float<Element>(empty ? 0.0f : output[r][i] / sum));
       }
       if (lane == 0) store_global(lse + row, empty ? -infinity() : (row_max[r] * params.scale_log2 + log2_exact(sum)) * LN_2);
     }

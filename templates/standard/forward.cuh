@@ -1,5 +1,5 @@
-// Attention the textbook way: scores, softmax, product as three launches, with the matrix of scores in global memory. The baseline that tiled
-// attention is measured against; the matrix is in the element type, so its rounding fails the exactness gate for 16-bit elements.
+// Attention the textbook way: scores, softmax, product as three launches, with the matrix of scores in global memory. The baseline that
+// tiled attention is measured against; the matrix is in the element type, so its rounding fails the exactness gate for 16-bit elements.
 #pragma once
 #include "mask.cuh"
 #include "problem.cuh"
@@ -24,7 +24,8 @@ struct StandardTile {
     store_shared(at(left, row, column), left_value);
     store_shared(at(right, row, column), right_value);
     block_sync();
-    for (int i = 0; i < TILE; ++i) sum = fused_multiply_add(load_shared<float>(at(left, row, i)), load_shared<float>(at(right, i, column)), sum);
+    for (int i = 0; i < TILE; ++i)
+      sum = fused_multiply_add(load_shared<float>(at(left, row, i)), load_shared<float>(at(right, i, column)), sum);
     block_sync();  // the next tiles overwrite these
     return sum;
   }
@@ -74,7 +75,8 @@ FG_DEVICE void scores(const ForwardParams& params) {
   if (row >= params.seqlen_q || key >= params.seqlen_kv) return;
   const VisibleKeys keys = visible_keys<C>(params, row);
   const bool visible = key >= keys.first && key <= keys.last;
-  store_global(score_row<C>(params, place.batch, place.head, row) + key, from_float<Element>(visible ? sum * params.scale_log2 : -infinity()));
+  store_global(score_row<C>(params, place.batch, place.head, row) + key,
+               from_float<Element>(visible ? sum * params.scale_log2 : -infinity()));
 }
 
 // One warp per row: maximum, sum, and the probabilities in place.
@@ -113,8 +115,9 @@ FG_DEVICE void product(const ForwardParams& params) {
   for (int key = 0; key < params.seqlen_kv; key += C::TILE) {
     const int left_key = key + tile.column, right_key = key + tile.row;
     const Element* probability = score_row<C>(params, place.batch, place.head, row) + left_key;
-    sum = tile.multiply(sum, value_or_zero(probability, row < params.seqlen_q && left_key < params.seqlen_kv),
-                        value_or_zero(v + right_key * params.v_strides.row + column, right_key < params.seqlen_kv && column < C::HEAD_DIM_V));
+    sum =
+        tile.multiply(sum, value_or_zero(probability, row < params.seqlen_q && left_key < params.seqlen_kv),
+                      value_or_zero(v + right_key * params.v_strides.row + column, right_key < params.seqlen_kv && column < C::HEAD_DIM_V));
   }
   if (row >= params.seqlen_q || column >= C::HEAD_DIM_V) return;
   Element* o = head_of<Element>(params.o, params.o_strides, place.batch, place.head);

@@ -36,7 +36,9 @@ FG_DEVICE void store_shared(u32 address, float value) { asm volatile("st.shared.
 FG_DEVICE void store_shared(u32 address, u32 value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory"); }
 FG_DEVICE void store_shared(u32 address, u16 value) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory"); }
 FG_DEVICE void store_shared(u32 address, const Vector16& value) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.word[0]), "r"(value.word[1]), "r"(value.word[2]), "r"(value.word[3]) : "memory");
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.word[0]), "r"(value.word[1]), "r"(value.word[2]),
+               "r"(value.word[3])
+               : "memory");
 }
 
 template <class T>
