@@ -30,6 +30,7 @@ class Layout(StrEnum):
     FUSED = "fused"  # slices of one (batch, rows, q heads + k heads + v heads) projection
     EXPANDED = "expanded"  # one k, v head seen as many: head stride 0
     UNALIGNED = "unaligned"  # contiguous, base one element past a 16-byte boundary
+    TIGHT = "tight"  # contiguous without guards, so that a checker of memory bounds sees every stray access
     ODD_ROWS = "odd_rows"  # row stride one element more than the columns
 
 
@@ -87,10 +88,10 @@ def allocate(shape: tuple[int, int, int, int], dtype: DType, layout: Layout, fus
         row_stride = columns + 1 if layout is Layout.ODD_ROWS else columns
         stored_heads = 1 if layout is Layout.EXPANDED else heads
         strides = (stored_heads * room * row_stride, 0 if layout is Layout.EXPANDED else room * row_stride, row_stride, 1)
-    guard = -(-GUARD_ROWS * strides[2] // 64) * 64
+    guard = 0 if layout is Layout.TIGHT else -(-GUARD_ROWS * strides[2] // 64) * 64
     extent = shift + max(strides[0], 1) * batch
     offset = guard + shift + (1 if layout is Layout.UNALIGNED else 0)
-    return Tensor(poisoned(2 * guard + extent + 64, dtype), offset, shape, strides)
+    return Tensor(poisoned(2 * guard + extent + (1 if layout is Layout.UNALIGNED else 0), dtype), offset, shape, strides)
 
 
 def operands(problem: Problem, inputs: Inputs, layout: Layout) -> ForwardTensors:
@@ -105,7 +106,8 @@ def operands(problem: Problem, inputs: Inputs, layout: Layout) -> ForwardTensors
     for tensor, values in ((q, inputs.q), (k, inputs.k), (v, inputs.v)):
         tensor.view()[...] = encode(values, problem.dtype)
     o = allocate((problem.batch, heads_q, problem.seqlen_q, problem.head_dim_v), problem.dtype, output_layout)
-    lse = allocate((problem.batch, heads_q, problem.seqlen_q, 1), DType.FLOAT32, Layout.CONTIGUOUS)
+    lse_layout = Layout.TIGHT if layout is Layout.TIGHT else Layout.CONTIGUOUS
+    lse = allocate((problem.batch, heads_q, problem.seqlen_q, 1), DType.FLOAT32, lse_layout)
     return ForwardTensors(q, k, v, o, lse)
 
 
@@ -174,9 +176,18 @@ def top_of_range(problem: Problem, rng: np.random.Generator) -> Inputs:
 
 
 def strongly_negative(problem: Problem) -> Inputs:
-    """Raw scores near -head_dim·1936, the odd keys slightly higher; v row j is all j. Finite sentinels for -inf fail here."""
+    """Raw scores of -250,000 or below, those of odd keys slightly higher; v row j is all j. Finite sentinels for -inf fail here."""
     key = np.arange(problem.seqlen_kv, dtype=np.float32)[:, None]
-    return rounded(problem, np.float32(44), np.where(key % 2, np.float32(-43.75), np.float32(-44)), key)
+    lift = 2.0 ** np.ceil(np.log2(max(1.0, 128 / problem.head_dim)))  # small head dims reach such scores by larger queries
+    return rounded(problem, np.float32(44 * lift), np.where(key % 2, np.float32(-43.75), np.float32(-44)), key)
+
+
+def cancelling(problem: Problem, rng: np.random.Generator) -> Inputs:
+    """Large v whose weighted sum nearly vanishes: the error of probabilities shows, since no large output hides it."""
+    inputs = coarse(problem, rng, 0.5)
+    sign = np.where(np.arange(problem.seqlen_kv) % 2, np.float32(-1), np.float32(1))[:, None]
+    v = inputs.v * np.float32(0.25) + sign * np.float32(64)
+    return rounded(problem, inputs.q, inputs.k, v)
 
 
 def selection(problem: Problem, rng: np.random.Generator, winners: NDArray[np.int64], scale: float) -> Inputs:

@@ -169,6 +169,9 @@ def _magnitudes(suite: _Suite) -> None:
     suite.add("large", (21, 2 * kv + 1), lambda problem, rng: cases.coarse(problem, rng, 8.0))
     suite.add("constant", (5, kv + 7), lambda problem, rng: cases.constant_scores(problem, rng, 4.0, -3.0))
     suite.add("one_sided", (11, 3 * kv), lambda problem, rng: cases.normal(problem, rng, 0.5, 8.0))
+    if suite.klass.dtype is not DType.FLOAT32:  # probabilities are not rounded there
+        for lengths in ((16, kv + 6), (min(suite.tiles.block_q, 64) + 1, 2 * kv + 2)):
+            suite.add("cancelling", lengths, cases.cancelling)
     suite.add("top_of_range", (6, kv + 2), cases.top_of_range)
     negative = _without_rng(cases.strongly_negative)
     for scale in (suite.klass.head_dim**-0.5, 1.0):
@@ -202,7 +205,7 @@ def _empty(suite: _Suite) -> None:
 
 def _twins(suite: _Suite) -> None:
     q, kv = suite.tiles.block_q, suite.tiles.block_kv
-    suite.add("repeated", (min(q, 64) + 3, 2 * kv + 5), cases.normal, twin=Twin.REPEATED)
+    suite.add("repeated", (min(q, 64) + 3, 2 * kv + 5), cases.normal, twin=Twin.REPEATED, layout=Layout.TIGHT)
     suite.add("repeated", (9, kv + 1), cases.normal, heads=(2, 4, 2), twin=Twin.REPEATED)
     suite.add("alone", (9, kv + 1), cases.normal, heads=(3, 2, 1), twin=Twin.ALONE, layout=Layout.TRANSPOSED)
 
