@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flashgen.errors import InvalidProblem
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 UNLIMITED = -1
@@ -214,7 +213,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class EntryPoint:
-    """One launch of a source: entry name, block size and dynamic shared memory. The grid follows from the problem (`space.BoundSpace.grids`)."""
+    """One launch of a source: entry name, threads per CTA, dynamic shared bytes. The grid follows from the problem (`BoundSpace.grids`)."""
 
     name: str
     threads: int
@@ -318,7 +317,8 @@ class Executor(Protocol):
     def forward(self, source: Source, problem: Problem, tensors: ForwardTensors, scale: float) -> None:
         """Run all entry points of `source` once; results land in the buffers of `tensors.o` and `tensors.lse`.
 
-        Workspaces are allocated by the executor and filled with NaN bytes before the launch. Raises CompileError, LaunchError, EmulationFault.
+        Workspaces are allocated by the executor and filled with NaN bytes before the launch.
+        Raises CompileError, LaunchError, EmulationFault.
         """
         ...
 
