@@ -7,6 +7,7 @@ device compiler does are certified on a device.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import itertools
@@ -233,7 +234,7 @@ class _Builder:
                 [*command, *inputs, "-o", str(temporary)], input=text, capture_output=True, text=True, check=False, cwd=self._store
             )
             if done.returncode:
-                raise CompileError(f"{self._compiler} refused the source for the emulated executor:\n{done.stderr[-8000:]}")
+                raise CompileError(f"{self._compiler} refused the source for the emulated executor:\n{done.stderr[:8000]}")
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -283,12 +284,9 @@ def _temporary_store(store: str, reason: str) -> Path:
         HomeNotWritable,
         stacklevel=5,
     )
-    return Path(_scratch().name)
-
-
-@lru_cache(maxsize=1)
-def _scratch() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="flashgen-emulated-")
+    scratch = tempfile.mkdtemp(prefix="flashgen-emulated-")
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    return Path(scratch)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
