@@ -25,7 +25,6 @@ def cupy() -> Any:  # noqa: ANN401 - an untyped package
     """The CuPy package. Raises MissingDependency."""
     try:
         import cupy
-        import cupy.cuda.driver
     except ImportError as error:
         raise MissingDependency(
             f'Running on a GPU needs CuPy, which cannot be imported ({error}). Install it: pip install "flashgen[cuda13]" '
