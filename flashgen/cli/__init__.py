@@ -1,0 +1,101 @@
+"""The command line. Results go to stdout, progress and errors to stderr.
+
+Exit codes: 0 done; 1 a check failed or a kernel could not run; 2 the request cannot be met (nothing was written); 130 or 143 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import click
+
+from flashgen import __version__
+from flashgen.errors import (
+    CompileError,
+    EmulationFault,
+    FlashgenError,
+    LaunchError,
+    WorkerLost,
+)
+
+DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+FAILURES = (CompileError, LaunchError, EmulationFault, WorkerLost)
+"""Errors of work that was well asked for; every other flashgen error means that the request cannot be met."""
+
+COMMANDS = {
+    "tune": "Search the fastest exact variant per problem and store it in the table.",
+    "certify": "Prove one kernel exact, or show where it is not.",
+    "show": "Print a source, a table entry, a search space or the cubin store.",
+    "bench": "Time table entries beside other libraries, interleaved.",
+    "doctor": "Print every path and version in use, and what is wrong with them.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when called, so that `--help` stays quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(import_module(f"flashgen.cli.{cmd_name}"), cmd_name)
+        return command if isinstance(command, click.Command) else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+EPILOG = """\
+\b
+Exit codes:
+  0    done
+  1    a check failed: a kernel is not exact, does not compile or does not run
+  2    the request cannot be met: wrong values, something not installed, a place that cannot be written
+  130  interrupted (143: terminated); finished trials are kept and the same command goes on from there
+"""
+
+
+@click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="flashgen")
+def cli() -> None:
+    """Generate, tune and certify exact attention kernels.
+
+    `flashgen tune --head-dim 128` is the main job. Without a GPU it works for a named one, and marks every time as predicted.
+    """
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    sys.exit(guarded(lambda: cli.main(arguments, prog_name="flashgen", standalone_mode=False)))
+
+
+def guarded(run: Callable[[], Any]) -> int:
+    """The exit code of a command. Errors raised on purpose are told in words on stderr; bugs keep their traceback."""
+    try:
+        result = run()
+        sys.stdout.flush()
+        return result if isinstance(result, int) else DONE
+    except click.exceptions.Exit as ending:
+        return int(ending.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        return INTERRUPTED
+    except click.ClickException as problem:
+        problem.show()
+        return REFUSED
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except FlashgenError as problem:
+        click.echo(f"{click.style('Error:', fg='red', bold=True)} {problem}", err=True)
+        return FAILED if isinstance(problem, FAILURES) else REFUSED
