@@ -56,7 +56,7 @@ def key_of(source: Source, options: Sequence[str], nvrtc: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def binding() -> Any:  # noqa: ANN401 - an untyped extension module
+def binding() -> Any:
     """CuPy's NVRTC module. Raises ConflictingInstall for two CuPy wheels, MissingDependency without CuPy or NVRTC."""
     wheel = _cupy_wheel()
     extra = CUPY_WHEELS.get(wheel or "", "")

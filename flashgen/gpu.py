@@ -21,7 +21,7 @@ DEFAULT_STREAM = 0
 
 
 @lru_cache(maxsize=1)
-def cupy() -> Any:  # noqa: ANN401 - an untyped package
+def cupy() -> Any:
     """The CuPy package. Raises MissingDependency."""
     try:
         import cupy
@@ -162,16 +162,16 @@ class Gpu:
         with self.current(), launch_errors(what):
             cupy().cuda.runtime.deviceSynchronize()
 
-    def event(self) -> Any:  # noqa: ANN401 - a CuPy event
+    def event(self) -> Any:
         """A timing event; `record_event` places it in a stream."""
         with self.current():
             return cupy().cuda.Event()
 
-    def record_event(self, event: Any, stream: int = DEFAULT_STREAM) -> None:  # noqa: ANN401
+    def record_event(self, event: Any, stream: int = DEFAULT_STREAM) -> None:
         """Place an event in a stream."""
         cupy().cuda.runtime.eventRecord(event.ptr, stream)
 
-    def elapsed_us(self, start: Any, end: Any) -> float:  # noqa: ANN401
+    def elapsed_us(self, start: Any, end: Any) -> float:
         """Time between two events that have happened, in µs."""
         return float(cupy().cuda.get_elapsed_time(start, end)) * 1000.0
 

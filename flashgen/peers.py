@@ -79,13 +79,13 @@ def prepare(name: str, operands: PeerOperands) -> PeerLaunch:
     return PeerLaunch(name, _without_gradients(torch, run))
 
 
-def as_torch(torch: Any, array: DeviceArray, device: int) -> Any:  # noqa: ANN401
+def as_torch(torch: Any, array: DeviceArray, device: int) -> Any:
     """The array as a torch tensor over the same memory."""
     types = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
     return torch.as_tensor(array, device=f"cuda:{device}").view(types[array.dtype])
 
 
-def _torch(device: int) -> Any:  # noqa: ANN401
+def _torch(device: int) -> Any:
     try:
         import torch
     except ImportError as error:
@@ -95,8 +95,8 @@ def _torch(device: int) -> Any:  # noqa: ANN401
     return torch
 
 
-def _without_gradients(torch: Any, run: Callable[[], Any]) -> Callable[[], Any]:  # noqa: ANN401
-    def guarded() -> Any:  # noqa: ANN401
+def _without_gradients(torch: Any, run: Callable[[], Any]) -> Callable[[], Any]:
+    def guarded() -> Any:
         with torch.no_grad():
             return run()
 
@@ -108,11 +108,11 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def _tensors(torch: Any, operands: PeerOperands) -> list[Any]:  # noqa: ANN401
+def _tensors(torch: Any, operands: PeerOperands) -> list[Any]:
     return [as_torch(torch, array, operands.device) for array in (operands.q, operands.k, operands.v)]
 
 
-def _sdpa(torch: Any, operands: PeerOperands, backend: str) -> Callable[[], Any]:  # noqa: ANN401
+def _sdpa(torch: Any, operands: PeerOperands, backend: str) -> Callable[[], Any]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     problem = operands.problem
@@ -132,32 +132,32 @@ def _sdpa(torch: Any, operands: PeerOperands, backend: str) -> Callable[[], Any]
     chosen = getattr(SDPBackend, backend)
     attention = torch.nn.functional.scaled_dot_product_attention
 
-    def run() -> Any:  # noqa: ANN401
+    def run() -> Any:
         with sdpa_kernel(chosen):
             return attention(q, k, v, **options)
 
     return run
 
 
-def _sdpa_flash(torch: Any, operands: PeerOperands) -> Callable[[], Any]:  # noqa: ANN401
+def _sdpa_flash(torch: Any, operands: PeerOperands) -> Callable[[], Any]:
     return _sdpa(torch, operands, "FLASH_ATTENTION")
 
 
-def _sdpa_cudnn(torch: Any, operands: PeerOperands) -> Callable[[], Any]:  # noqa: ANN401
+def _sdpa_cudnn(torch: Any, operands: PeerOperands) -> Callable[[], Any]:
     return _sdpa(torch, operands, "CUDNN_ATTENTION")
 
 
-def _fa3(torch: Any, operands: PeerOperands) -> Callable[[], Any]:  # noqa: ANN401
+def _fa3(torch: Any, operands: PeerOperands) -> Callable[[], Any]:
     function = _import_any("flash_attn_func", ("fa3_fwd_interface", "flash_attn_interface"), "FlashAttention-3 (wheel fa3-fwd)")
     return _flash_call(torch, function, operands, UNLIMITED)
 
 
-def _fa4(torch: Any, operands: PeerOperands) -> Callable[[], Any]:  # noqa: ANN401
+def _fa4(torch: Any, operands: PeerOperands) -> Callable[[], Any]:
     function = _import_any("flash_attn_func", ("flash_attn.cute.interface", "flash_attn.cute"), "FlashAttention-4 (flash_attn.cute)")
     return _flash_call(torch, function, operands, None)
 
 
-def _flash_call(torch: Any, function: Callable[..., Any], operands: PeerOperands, unlimited: int | None) -> Callable[[], Any]:  # noqa: ANN401
+def _flash_call(torch: Any, function: Callable[..., Any], operands: PeerOperands, unlimited: int | None) -> Callable[[], Any]:
     """The common call of the flash_attn family: (batch, rows, heads, columns), bottom-right alignment, window bounds inclusive."""
     mask, problem = operands.problem.mask, operands.problem
     aligned = mask.alignment is Alignment.BOTTOM_RIGHT or problem.seqlen_q == problem.seqlen_kv

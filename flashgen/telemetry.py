@@ -99,7 +99,7 @@ class Telemetry:
             return ""
         return version.decode() if isinstance(version, bytes) else str(version)
 
-    def _ask(self, question: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 - NVML's own types
+    def _ask(self, question: Callable[..., Any], *args: Any) -> Any:
         assert self._nvml is not None
         try:
             return question(self._handle, *args)

@@ -58,7 +58,7 @@ class MeasuringChild:
     def __init__(
         self,
         open_state: Callable[..., Any] | None = None,
-        *args: Any,  # noqa: ANN401
+        *args: Any,
         deadline_s: float = 60.0,
         start_s: float = START_SECONDS,
         environment: Mapping[str, str] | None = None,
@@ -89,7 +89,7 @@ class MeasuringChild:
         """Process id of the living child; None when there is none."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    def call(self, culprit: str, task: Callable[..., Any], *args: Any, deadline_s: float | None = None) -> Any:  # noqa: ANN401
+    def call(self, culprit: str, task: Callable[..., Any], *args: Any, deadline_s: float | None = None) -> Any:
         """Run `task(state, *args)` in the child and return its result; an exception of the task is raised here.
 
         Raises WorkerLost, naming `culprit`, when the child dies, exceeds the deadline or loses its device; the next call gets a new child.
@@ -250,7 +250,7 @@ def _open(connection: Connection) -> tuple[bool, Any]:
     return True, state
 
 
-def _run(state: Any, message: bytes) -> Reply:  # noqa: ANN401
+def _run(state: Any, message: bytes) -> Reply:
     try:
         task, args = pickle.loads(message)
         reply = Reply(True, task(state, *args))

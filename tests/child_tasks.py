@@ -37,7 +37,7 @@ def die_opening() -> NoReturn:
     os._exit(7)
 
 
-def add(state: Any, left: int, right: int) -> int:  # noqa: ANN401
+def add(state: Any, left: int, right: int) -> int:
     """The task that works."""
     return left + right
 
@@ -47,40 +47,40 @@ def describe(state: FakeDevice) -> tuple[int, str, int]:
     return os.getpid(), state.name, state.calls
 
 
-def environment(state: Any, name: str) -> str | None:  # noqa: ANN401
+def environment(state: Any, name: str) -> str | None:
     """A variable as the child sees it."""
     return os.environ.get(name)
 
 
-def exit_with(state: Any, code: int) -> NoReturn:  # noqa: ANN401
+def exit_with(state: Any, code: int) -> NoReturn:
     """End at once."""
     os._exit(code)
 
 
-def crash(state: Any) -> None:  # noqa: ANN401
+def crash(state: Any) -> None:
     """A segmentation fault."""
     ctypes.string_at(0)
 
 
-def kill_self(state: Any, number: int) -> None:  # noqa: ANN401
+def kill_self(state: Any, number: int) -> None:
     """Die of a signal."""
     os.kill(os.getpid(), number)
     time.sleep(60)
 
 
-def sleep(state: Any, seconds: float) -> None:  # noqa: ANN401
+def sleep(state: Any, seconds: float) -> None:
     """Hang."""
     time.sleep(seconds)
 
 
-def hang_deaf(state: Any) -> None:  # noqa: ANN401
+def hang_deaf(state: Any) -> None:
     """Hang and ignore polite signals."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     time.sleep(3600)
 
 
-def fail(state: Any, message: str) -> NoReturn:  # noqa: ANN401
+def fail(state: Any, message: str) -> NoReturn:
     """An ordinary error."""
     raise LaunchError(message)
 
@@ -92,12 +92,12 @@ class Unpicklable(Exception):
         super().__init__(f"{one} and {two}")
 
 
-def fail_oddly(state: Any) -> NoReturn:  # noqa: ANN401
+def fail_oddly(state: Any) -> NoReturn:
     """An error that cannot be sent."""
     raise Unpicklable(1, 2)
 
 
-def return_oddly(state: Any) -> Any:  # noqa: ANN401
+def return_oddly(state: Any) -> Any:
     """A result that cannot be sent."""
     return lambda: None
 
@@ -110,13 +110,13 @@ def lose_device(state: FakeDevice, raises: bool) -> str:
     return "looks good"
 
 
-def talk(state: Any, text: str) -> None:  # noqa: ANN401
+def talk(state: Any, text: str) -> None:
     """Write to standard error, then die."""
     print(text, file=sys.stderr, flush=True)
     os._exit(3)
 
 
-def write_then_sleep(state: Any, path: str) -> None:  # noqa: ANN401
+def write_then_sleep(state: Any, path: str) -> None:
     """Tell the own process id through a file, then hang."""
     with open(path, "w", encoding="ascii") as file:
         file.write(str(os.getpid()))

@@ -50,7 +50,7 @@ class SimulatedGpu:
     def copy(self, target: int, source: int, size: int) -> None:
         self.memory[target : target + size] = self.memory[source : source + size].copy()
 
-    def current(self) -> Any:  # noqa: ANN401
+    def current(self) -> Any:
         import contextlib
 
         return contextlib.nullcontext()
@@ -183,7 +183,7 @@ class State:
         self.stopwatch = FixedStopwatch()
         self.gpu = SimpleNamespace(index=0)
 
-    def launchable(self, name: str, *_: object) -> Any:  # noqa: ANN401
+    def launchable(self, name: str, *_: object) -> Any:
         self.timed.append(name)
         return SimpleNamespace(name=name if "@" in name else f"{name}@50")
 

@@ -99,7 +99,10 @@ def test_without_a_gpu_the_next_step_is_told() -> None:
 
 
 DRIVER = "launchKernel ctxGetCurrent ctxSetCurrent funcGetAttribute funcSetAttribute CUDADriverError CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES"
-RUNTIME = "getDeviceCount deviceGetAttribute getDeviceProperties free memcpy memcpyAsync memsetAsync deviceSynchronize eventRecord CUDARuntimeError"
+RUNTIME = (
+    "getDeviceCount deviceGetAttribute getDeviceProperties free memcpy memcpyAsync memsetAsync deviceSynchronize "
+    "eventRecord CUDARuntimeError"
+)
 NVRTC = "createProgram compileProgram getProgramLog getCUBIN destroyProgram getVersion getSupportedArchs NVRTCError"
 CUDA = "Module Device Event get_elapsed_time alloc memory.OutOfMemoryError nvrtc.getVersion driver.launchKernel runtime.memcpy"
 

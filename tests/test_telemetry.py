@@ -27,8 +27,8 @@ def simulated(utilisation: int = 0, pids: tuple[int, ...] = (), bits: int = 0x1,
         "nvmlDeviceGetTemperature": 61,
     }
 
-    def question(name: str) -> Any:  # noqa: ANN401
-        def ask(handle: object, *_: object) -> Any:  # noqa: ANN401
+    def question(name: str) -> Any:
+        def ask(handle: object, *_: object) -> Any:
             if name in missing:
                 raise NvmlError("not supported")
             return answers[name]

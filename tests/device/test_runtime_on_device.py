@@ -6,11 +6,11 @@ import ctypes
 
 import numpy as np
 import pytest
+from small_kernels import HEAD_DIM, POISON, RELAY, STATIC_16, STRAY, copy_source, one_cta_per_row, small_problem, small_source, tensors
 
 from flashgen import gpu, launch
 from flashgen.errors import LaunchError
 from flashgen.runtime import DeviceExecutor
-from small_kernels import HEAD_DIM, POISON, RELAY, STATIC_16, STRAY, copy_source, one_cta_per_row, small_problem, small_source, tensors
 
 pytestmark = [pytest.mark.device, pytest.mark.skipif(gpu.device_count() == 0, reason="needs a GPU")]
 
