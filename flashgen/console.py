@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -21,7 +21,7 @@ from flashgen.model import Certificate, DeviceLimits, Outcome, Problem, Trial, V
 if TYPE_CHECKING:
     from flashgen.search import Event, TuneResult
 
-PIPED_WIDTH = 120
+PIPED_WIDTH = 100
 LINE_SECONDS = 3.0
 """Least time between two progress lines where nothing can be redrawn."""
 TOP = 8
@@ -38,6 +38,17 @@ def output() -> Console:
 def progress_console() -> Console:
     """Stderr, for progress."""
     return _console(stderr=True)
+
+
+def show(renderable: RenderableType) -> None:
+    """Print a result on stdout. Piped, lines have no blanks at their ends and break at a fixed width."""
+    console = output()
+    if console.is_terminal:
+        console.print(renderable)
+        return
+    with console.capture() as captured:
+        console.print(renderable)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 def _console(stderr: bool) -> Console:
@@ -80,7 +91,9 @@ def params_text(variant: Variant, names: Iterable[str] | None = None) -> str:
 
 def tally(outcomes: Mapping[Outcome, int]) -> Text:
     """Trials by outcome, the good ones first."""
-    parts = [Text(f"{outcomes[each]} {each.replace('_', ' ')}", _OUTCOME_STYLE.get(each, "yellow")) for each in Outcome if outcomes.get(each)]
+    parts = [
+        Text(f"{outcomes[each]} {each.replace('_', ' ')}", _OUTCOME_STYLE.get(each, "yellow")) for each in Outcome if outcomes.get(each)
+    ]
     return Text(" · ", "dim").join(parts) if parts else Text("none yet", "dim")
 
 
@@ -146,21 +159,19 @@ class TuneProgress:
         self._state = _State()
         self._heading = ""
         self._last_line = 0.0
-        self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=4, transient=True)
 
-    def __enter__(self) -> TuneProgress:
-        """Begin to draw."""
-        if self._console.is_terminal and not self._quiet:
-            self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        """Leave the terminal clean."""
-        self._live.stop()
-
-    def problem(self, number: int, total: int, problem: Problem) -> None:
-        """The next search begins."""
+    @contextmanager
+    def running(self, number: int, total: int, problem: Problem) -> Iterator[None]:
+        """Around one search; afterwards the terminal is clean for its result."""
         self._heading = f"[{number}/{total}] {problem}" if total > 1 else f"{problem}"
+        self._state = _State()
+        if self._quiet or not self._console.is_terminal:
+            yield
+            return
+        # Only stderr is redirected: results on stdout must get there, whatever it is.
+        picture = Live(get_renderable=self._picture, console=self._console, refresh_per_second=4, transient=True, redirect_stdout=False)
+        with picture:
+            yield
 
     def __call__(self, event: Event) -> None:
         """Take one event of `search.tune`."""
@@ -187,7 +198,7 @@ class TuneProgress:
         if not self._quiet:
             self._console.print(Text(text))
 
-    def _take(self, event: Any) -> None:  # noqa: ANN401 - search.TrialEnded
+    def _take(self, event: Any) -> None:
         state = self._state
         state.done, state.budget, state.best, state.remaining_s = event.number, event.budget, event.best, event.remaining_s
         state.outcomes[event.trial.outcome] += 1
@@ -283,11 +294,15 @@ def _ranked(result: TuneResult) -> list[tuple[Variant, Any, Text]]:
         if finalist.measurement is not None:
             exact = finalist.certificate.verdict is Verdict.EXACT
             role = "" if finalist.role == "challenger" else f", {finalist.role}"
-            rows.append((finalist.variant, finalist.measurement, Text(f"{finalist.certificate.verdict}{role}", "green" if exact else "red")))
+            rows.append(
+                (finalist.variant, finalist.measurement, Text(f"{finalist.certificate.verdict}{role}", "green" if exact else "red"))
+            )
     named = {variant for variant, _, _ in rows}
     refused = {finalist.variant for finalist in result.finalists if finalist.certificate.verdict is not Verdict.EXACT}
     quick = Text("-" if result.executor == "emulated" else "quickly", "dim")
-    others = [trial for trial in result.trials if trial.outcome is Outcome.OK and trial.measurement and trial.variant not in named | refused]
+    others = [
+        trial for trial in result.trials if trial.outcome is Outcome.OK and trial.measurement and trial.variant not in named | refused
+    ]
     others.sort(key=lambda trial: (trial.measurement.median_us if trial.measurement else 0.0, str(trial.variant)))
     return rows + [(trial.variant, trial.measurement, quick) for trial in others]
 

@@ -60,8 +60,8 @@ PRESETS: dict[str, DeviceLimits] = {
     "v100": _preset("Tesla V100-SXM2-16GB", 70, 80, 6, 900.0, 125.0, 15.7, 1530),
 }
 
-# cudaDeviceAttr numbers, which never change; CuPy has no names for the later ones.
-_ATTRIBUTES = {
+# cudaDeviceAttr (and CUdevice_attribute) numbers, which never change; CuPy has no names for the later ones.
+ATTRIBUTES = {
     "clock_khz": 13, "sm_count": 16, "memory_clock_khz": 36, "bus_bits": 37, "l2_bytes": 38, "threads_per_sm": 39, "major": 75,
     "minor": 76, "shared_bytes_per_sm": 81, "registers_per_sm": 82, "shared_bytes_per_cta": 97, "ctas_per_sm": 106,
 }  # fmt: skip
@@ -92,7 +92,7 @@ def present() -> DeviceLimits:
     """
     runtime = _runtime()
     index = runtime.getDevice()
-    read = {name: int(runtime.deviceGetAttribute(number, index)) for name, number in _ATTRIBUTES.items()}
+    read = {name: int(runtime.deviceGetAttribute(number, index)) for name, number in ATTRIBUTES.items()}
     name = runtime.getDeviceProperties(index)["name"]
     return from_attributes(name.decode() if isinstance(name, bytes) else str(name), read)
 

@@ -1,4 +1,4 @@
-"""Where files live. The only module that reads the environment (one variable: FLASHGEN_HOME)."""
+"""Where files live. The only module that reads the environment: FLASHGEN_HOME, and CuPy's CUPY_CACHE_DIR in order to report it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ def study_store() -> Path:
 def emulation_store() -> Path:
     """Host libraries built from sources for the emulated executor."""
     return home() / "emulated"
+
+
+def cupy_cache() -> Path:
+    """CuPy's own kernel cache, which flashgen neither reads nor writes; it can fail by itself."""
+    return Path(os.environ.get("CUPY_CACHE_DIR") or Path("~/.cupy/kernel_cache").expanduser())
 
 
 def shipped_tables() -> Path:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ class IntegerList(click.ParamType[tuple[int, ...]]):
 
     name = "N,N,…"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:  # noqa: ANN401
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """The integers of a text."""
         if isinstance(value, tuple):
             return value
@@ -37,7 +38,7 @@ class DTypeName(click.ParamType[DType]):
 
     name = "float32|float16|bfloat16"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DType:  # noqa: ANN401
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DType:
         """The element type of a name."""
         try:
             return DType(_SHORT_DTYPES.get(str(value).lower(), str(value).lower()))
@@ -143,6 +144,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Machine-read
 params_option = click.option("--params", metavar="NAME=N,…", help="A variant by its parameter values; needs one --family.")
 
 
+def print_json(record: Mapping[str, Any]) -> None:
+    """One JSON document on stdout."""
+    click.echo(json.dumps(record, indent=1))
+
+
 def parse_params(text: str) -> dict[str, int]:
     """`block_q=128,block_kv=64` as numbers; blanks separate too, true and false count as 1 and 0. Raises InfeasibleVariant."""
     values: dict[str, int] = {}
@@ -191,7 +197,7 @@ def target_of(gpu: str, executor: str) -> Target:
     return Target(limits, ExecutorName.EMULATED, note)
 
 
-def executor_for(target: Target, policy: str | None = None) -> Any:  # noqa: ANN401 - model.Executor
+def executor_for(target: Target, policy: str | None = None) -> Any:
     """The executor of a target. Raises MissingDependency, and a usage error for a policy that means nothing."""
     if target.executor is ExecutorName.DEVICE:
         if policy is not None:
@@ -204,7 +210,7 @@ def executor_for(target: Target, policy: str | None = None) -> Any:  # noqa: ANN
     return EmulatedExecutor(target.device) if policy is None else EmulatedExecutor(target.device, parse_policy(policy))
 
 
-def parse_policy(text: str) -> Any:  # noqa: ANN401 - emulate.Policy
+def parse_policy(text: str) -> Any:
     """The policy whose name `str(policy)` is `text`, such as greedy-early:1."""
     from flashgen.emulate import Policy, Schedule
 

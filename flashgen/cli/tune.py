@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashgen.cli import options as shared
-from flashgen.errors import EmptySpace, FlashgenError, InvalidProblem, NotWritable
+from flashgen.errors import EmptySpace, FlashgenError, InvalidProblem, LaunchError, NotWritable
 from flashgen.model import ExecutorName, Problem
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class Order:
 @click.option("--resume/--fresh", "resume", default=True, show_default=True, help="Go on with a stopped search, or forget it.")
 @click.option("--compile-only", is_flag=True, help="Only fill the cubin store; needs no GPU.")
 @shared.json_option
-def tune(**options: Any) -> int:  # noqa: ANN401
+def tune(**options: Any) -> int:
     """Search the fastest exact variant per problem and store it in the table.
 
     Both masks, 4096 rows, 16 heads, batch 4 and bfloat16 unless said otherwise. Without a GPU the best variants by the cost model are
@@ -73,45 +72,44 @@ def _check_limits(budget: int | None, seconds: float | None) -> None:
 
 
 def _tune(order: Order) -> int:
-    from flashgen import console, search
-
-    _check_everything(order)
-    results: list[TuneResult] = []
-    comparisons: list[tuple[str, ...]] = []
-    with console.TuneProgress() as progress:
-        if order.target.note:
-            progress.note(order.target.note)
-        elif not order.target.predicted:
-            _warn_when_busy()
-        for number, problem in enumerate(order.problems, 1):
-            progress.problem(number, len(order.problems), problem)
-            counted = _Counted(progress)
-            try:
-                result = search.tune(
-                    problem, order.target.device, budget=order.budget, seconds=order.seconds, seed=order.seed,
-                    executor=order.target.executor, fresh=order.fresh, table=order.table, families=order.families or None,
-                    progress=counted,
-                )  # fmt: skip
-            except EmptySpace as nothing:
-                if not counted.trials:
-                    raise
-                click.echo(f"Error: {nothing}", err=True)
-                return FAILED
-            results.append(result)
-            comparisons.append(_against_sdpa(result))
-            if not order.as_json:
-                _print(console.tune_report(result, comparisons[-1]))
-            if result.partial:
-                break
-    if order.as_json:
-        click.echo(json.dumps({"schema": "flashgen.tune/1", "results": [_record(*each) for each in zip(results, comparisons, strict=True)]}, indent=1))
-    return INTERRUPTED if results[-1].partial else DONE
-
-
-def _print(renderable: Any) -> None:  # noqa: ANN401
     from flashgen import console
 
-    console.output().print(renderable)
+    _check_everything(order)
+    progress = console.TuneProgress()
+    if order.target.note:
+        progress.note(order.target.note)
+    if not order.target.predicted:
+        _warn_when_busy()
+    found: list[tuple[TuneResult, tuple[str, ...]]] = []
+    try:
+        for number, problem in enumerate(order.problems, 1):
+            with progress.running(number, len(order.problems), problem):
+                result = _search(order, problem, progress)
+            found.append((result, _against_sdpa(result)))
+            if not order.as_json:
+                console.show(console.tune_report(*found[-1]))
+            if result.partial:
+                return INTERRUPTED
+    finally:
+        if order.as_json:
+            shared.print_json({"schema": "flashgen.tune/1", "results": [_record(*each) for each in found]})
+    return DONE
+
+
+def _search(order: Order, problem: Problem, progress: TuneProgress) -> TuneResult:
+    """One search. Raises LaunchError when trials ran and none could be used."""
+    from flashgen import search
+
+    counted = _Counted(progress)
+    try:
+        return search.tune(
+            problem, order.target.device, budget=order.budget, seconds=order.seconds, seed=order.seed, executor=order.target.executor,
+            fresh=order.fresh, table=order.table, families=order.families or None, progress=counted,
+        )  # fmt: skip
+    except EmptySpace as nothing:
+        if not counted.trials:
+            raise
+        raise LaunchError(str(nothing)) from nothing  # the request was fine, its kernels were not
 
 
 class _Counted:
@@ -121,7 +119,7 @@ class _Counted:
         self.trials = 0
         self._progress = progress
 
-    def __call__(self, event: Any) -> None:  # noqa: ANN401 - search.Event
+    def __call__(self, event: Any) -> None:
         self.trials += hasattr(event, "trial")
         self._progress(event)
 
@@ -190,9 +188,9 @@ def _compile_only(order: Order) -> int:
         search.bind_families(problem, order.target.device, order.families or None)
     require_writable(default_store().path / "probe")
     trials = []
-    with console.TuneProgress() as progress:
-        for number, problem in enumerate(order.problems, 1):
-            progress.problem(number, len(order.problems), problem)
+    progress = console.TuneProgress()
+    for number, problem in enumerate(order.problems, 1):
+        with progress.running(number, len(order.problems), problem):
             budget = order.budget or search.DEFAULT_BUDGET[ExecutorName.DEVICE]
             trials += search.compile_ahead(problem, order.target.device, budget=budget, progress=progress)
     held = default_store().statistics()
@@ -202,7 +200,7 @@ def _compile_only(order: Order) -> int:
         "store": str(held.path), "kernels": held.kernels, "bytes": held.bytes,
     }  # fmt: skip
     if order.as_json:
-        click.echo(json.dumps(record, indent=1))
+        shared.print_json(record)
     else:
         click.echo(f"{compiled} kernels for {console.device_text(order.target.device)}; {len(trials) - compiled} did not compile.")
         click.echo(f"{held.path}: {held.kernels} kernels, {console.size(held.bytes)}")

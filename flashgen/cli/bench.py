@@ -1,0 +1,174 @@
+"""`flashgen bench`: every speed line of the project comes from here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flashgen.cli import options as shared
+from flashgen.errors import InvalidProblem, InvalidTable
+from flashgen.model import DeviceLimits, ExecutorName, Measurement, Problem, TableEntry, Variant
+
+if TYPE_CHECKING:
+    from flashgen.bench import Comparison
+    from flashgen.timing import Ratio
+
+DONE, FAILED = 0, 1
+DEADLINE_S = 300.0
+DEFAULT_AGAINST = "sdpa-flash,sdpa-cudnn"
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Interleaved times of variants and peers on one problem. Speed-ups are peer time over the first variant's time."""
+
+    problem: Problem
+    names: tuple[str, ...]
+    measurements: dict[str, Measurement]
+    speedups: dict[str, Ratio]
+    missing: dict[str, str]
+
+    def lines(self) -> list[str]:
+        """One sentence per peer."""
+        ours = self.names[0]
+        found = [
+            f"{name}: {self.measurements[name].median_us:.1f} µs, this entry {self.measurements[ours].median_us:.1f} µs: "
+            f"{ratio.median:.3f}× as fast, 95 % within [{ratio.low:.3f}, {ratio.high:.3f}], {ratio.rounds} interleaved rounds"
+            for name, ratio in self.speedups.items()
+        ]
+        return found + [f"{name}: not compared: {reason}" for name, reason in self.missing.items()]
+
+
+@click.command()
+@shared.problem_options
+@shared.family_option
+@click.option("--against", default=DEFAULT_AGAINST, show_default=True, metavar="NAMES", help="Peers: sdpa-flash, sdpa-cudnn, fa3, fa4.")
+@click.option("--rounds", type=int, default=20, show_default=True, help="Interleaved rounds in random order.")
+@shared.gpu_option
+@shared.seed_option
+@click.option("--table", type=click.Path(dir_okay=False, path_type=Path), help="Table to read.  [default: all of this GPU]")
+@shared.json_option
+def bench(**options: Any) -> int:
+    """Time table entries beside the peers that are installed.
+
+    Without --head-dim: every measured entry for this GPU. Kernels and peers share their operands and run interleaved in random order with
+    a cold L2. A ratio above 1 means that the entry is faster; the interval is that of the paired ratios, at 95 %.
+    """
+    from flashgen import console
+    from flashgen.cli import reports
+
+    request = shared.request_of(options)
+    against = tuple(dict.fromkeys(name.strip() for name in options["against"].split(",") if name.strip()))
+    _check(against, options["rounds"])
+    problems = () if request.head_dim is None else request.problems()
+    target = shared.target_of(options["gpu"], str(ExecutorName.DEVICE))
+    wanted, absent = _entries(problems, target.device, options["families"], options["table"])
+    for reason in absent:
+        click.echo(reason, err=True)
+    found = []
+    for number, (problem, entry) in enumerate(wanted, 1):
+        click.echo(f"[{number}/{len(wanted)}] {problem}: {entry.variant}", err=True)
+        found.append(compare(problem, target.device, [entry.variant], against, options["rounds"], options["seed"]))
+        if not options["as_json"]:
+            console.show(reports.bench_report(found[-1]))
+    if options["as_json"]:
+        shared.print_json(_record(target.device, found))
+    elif found:
+        console.show(reports.bench_summary(geomeans(found), len(found)))
+    return FAILED if absent else DONE
+
+
+def _check(against: Sequence[str], rounds: int) -> None:
+    from flashgen.peers import PEERS
+    from flashgen.timing import LEAST_ROUNDS
+
+    unknown = [name for name in against if name not in PEERS]
+    if unknown:
+        raise InvalidProblem(f"--against names peers among {', '.join(PEERS)}; got {', '.join(unknown)}.")
+    if rounds < LEAST_ROUNDS:
+        raise InvalidProblem(f"--rounds must be at least {LEAST_ROUNDS}, below that no difference can be told from luck; got {rounds}.")
+
+
+def _entries(
+    problems: Sequence[Problem], device: DeviceLimits, families: Sequence[str], file: Path | None
+) -> tuple[list[tuple[Problem, TableEntry]], list[str]]:
+    """(problem, entry that serves it) pairs, and words about problems without one. Raises InvalidTable when nothing is left."""
+    from flashgen import search, table
+    from flashgen.cli import choose
+    from flashgen.table_schema import device_record
+
+    known = choose.tables(file)
+    if not problems:
+        own = [each for each in known if table.same_device(each.device, device_record(device))]
+        entries = [entry for each in own for entry in each.entries if not families or entry.variant.family in families]
+        measured = [(entry.problem, entry) for entry in entries if entry.measurement.source == "measured"]
+        if not measured:
+            raise InvalidTable(f"No table holds a measured entry for {device.name}. Run `flashgen tune --head-dim 128` first.")
+        return measured, []
+    pairs, absent = [], []
+    for problem in problems:
+        answer = table.lookup(problem, device, known, search.refusal(problem, device))
+        if answer.found is None:
+            absent.append(f"{problem}: no table entry serves it. Run `flashgen tune` with the same options first.")
+        else:
+            pairs.append((problem, answer.found.entry))
+    return pairs, absent
+
+
+def compare(
+    problem: Problem, device: DeviceLimits, variants: Sequence[Variant], against: Sequence[str], rounds: int = 20, seed: int = 0
+) -> SideBySide:
+    """Compile, then time variants and peers side by side in a child process. Raises CompileError, LaunchError, WorkerLost."""
+    from flashgen import bench
+    from flashgen.compiler import architecture, compile_source
+    from flashgen.render import render
+    from flashgen.space import load_space
+    from flashgen.worker import MeasuringChild
+
+    sources = [render(load_space(variant.family), problem.klass(), variant) for variant in variants]
+    kernels = [(str(source.variant), source, compile_source(source, architecture(source, device.sm))) for source in sources]
+    names = tuple(name for name, _, _ in kernels)
+    with MeasuringChild(bench.open_device, 0, deadline_s=DEADLINE_S) as child:
+        found: Comparison = child.call(f"Timing {', '.join(names)}", bench.interleave_task, kernels, problem, rounds, seed, tuple(against))
+    return SideBySide(
+        problem,
+        names,
+        {name: found.measurement(name, problem) for name in found.samples},
+        {peer: found.ratio(peer, names[0]) for peer in against if peer in found.samples},
+        found.missing,
+    )
+
+
+def geomeans(found: Sequence[SideBySide]) -> dict[str, tuple[float, float, int]]:
+    """Per peer: geometric mean and least of the speed-ups, and over how many problems."""
+    peers = dict.fromkeys(name for each in found for name in each.speedups)
+    means = {}
+    for peer in peers:
+        ratios = [each.speedups[peer].median for each in found if peer in each.speedups]
+        means[peer] = (exp(sum(map(log, ratios)) / len(ratios)), min(ratios), len(ratios))
+    return means
+
+
+def _record(device: DeviceLimits, found: Sequence[SideBySide]) -> dict[str, Any]:
+    def one(each: SideBySide, name: str) -> dict[str, Any]:
+        taken, speedup = each.measurements[name], each.speedups.get(name)
+        return {
+            "name": name, "median_us": taken.median_us, "p10_us": taken.p10_us, "p90_us": taken.p90_us, "tflops": taken.tflops,
+            "clock_mhz": list(taken.clock_mhz) if taken.clock_mhz else None, "throttle": list(taken.throttle),
+            "speedup": [speedup.median, speedup.low, speedup.high] if speedup else None,
+        }  # fmt: skip
+
+    return {
+        "schema": "flashgen.bench/1",
+        "device": device.name,
+        "results": [
+            {"problem": str(each.problem), "times": [one(each, name) for name in each.measurements], "missing": each.missing}
+            for each in found
+        ],
+        "geomeans": {peer: {"mean": mean, "least": least, "problems": count} for peer, (mean, least, count) in geomeans(found).items()},
+    }
