@@ -27,24 +27,30 @@ Cost = Callable[[BoundSpace, Variant], float]
 class Strategy:
     """Proposes variants of several families for one problem and budget.
 
-    The feasible set fits the budget: everything, in the order of the cost model. Otherwise a first round gives every promising family its
-    seeds and some of the cost model's best; from then on the family with the best time so far gets all trials.
+    The feasible set fits the budget: everything, seeds first, then in the order of the cost model. Otherwise a first round gives every
+    promising family its seeds and some of the cost model's best; from then on the family with the best time so far gets all trials. Seeds
+    come before the cost model's best because a model can be wrong about what spills.
     """
 
-    def __init__(self, bounds: Sequence[BoundSpace], budget: int, seed: int, cost: Cost = roofline_us) -> None:
-        """`bounds` are the families on offer, `budget` counts trials, `cost` predicts µs."""
+    def __init__(
+        self, bounds: Sequence[BoundSpace], budget: int, seed: int, cost: Cost = roofline_us, *, by_cost_only: bool = False
+    ) -> None:
+        """`bounds` are the families on offer, `budget` counts trials, `cost` predicts µs. `by_cost_only` leaves the sampler out."""
         self.families = {bound.space.family: _Family(bound, seed, cost) for bound in bounds}
         self.total = sum(len(family.ranked) for family in self.families.values())
         self.exhaustive = self.total <= budget
         self.asks = 0
         self._known: dict[Variant, Trial] = {}
         self._pending: set[Variant] = set()
-        self._opening = deque(self._all_by_cost() if self.exhaustive else self._first_round(budget))
+        self.sampler = "enumeration" if self.exhaustive else "cost_model" if by_cost_only else "tpe"
+        """Name for the provenance of an entry."""
+        by_cost = [variant for family in self._promising() for variant in family.seeds] + self._all_by_cost()
+        self._opening = deque(self._first_round(budget) if self.sampler == "tpe" else by_cost)
 
     @property
-    def sampler(self) -> str:
-        """Name for the provenance of an entry."""
-        return "enumeration" if self.exhaustive else "tpe"
+    def foreseen(self) -> int:
+        """Proposals to come that no result can change."""
+        return len(self._opening)
 
     def next(self) -> Variant | None:
         """A feasible variant that was not proposed before; None when there is none left."""
@@ -82,12 +88,16 @@ class Strategy:
     def _every(self) -> Iterable[tuple[_Family, Variant]]:
         return ((family, variant) for family in self.families.values() for variant in family.ranked)
 
-    def _first_round(self, budget: int) -> list[Variant]:
+    def _promising(self) -> list[_Family]:
+        """Families that could win by their predictions, best first."""
         offered = sorted((family for family in self.families.values() if family.ranked), key=lambda family: family.best_predicted)
-        promising = [family for family in offered if family.best_predicted <= HOPELESS * offered[0].best_predicted]
+        return [family for family in offered if family.best_predicted <= HOPELESS * offered[0].best_predicted]
+
+    def _first_round(self, budget: int) -> list[Variant]:
+        promising = self._promising()
         share = max(1, budget // (2 * len(promising))) if len(promising) > 1 else budget
         opening = [variant for family in promising for variant in family.head()[:share]]
-        return opening + [family.ranked[0] for family in offered if family not in promising]
+        return opening + [family.ranked[0] for family in self.families.values() if family.ranked and family not in promising]
 
     def _by_promise(self) -> list[_Family]:
         """Best measured first; a family whose results are not in yet counts by its prediction."""
@@ -114,6 +124,7 @@ class _Family:
         self._results: dict[Variant, Trial] = {}
         self._study: optuna.Study | None = None
         self._running: dict[Variant, list[optuna.Trial]] = {}
+        self.seeds = [variant for variant in bound.seeds() if variant in self.predicted]
         self._head = deque(self.head())
 
     @property
@@ -122,8 +133,7 @@ class _Family:
 
     def head(self) -> list[Variant]:
         """Seeds, then the cost model's best."""
-        seeds = [variant for variant in self.bound.seeds() if variant in self.predicted]
-        return list(dict.fromkeys([*seeds, *self.ranked[:COST_BEST]]))
+        return list(dict.fromkeys([*self.seeds, *self.ranked[:COST_BEST]]))
 
     def take_asks(self) -> int:
         asks, self._asks = self._asks, 0

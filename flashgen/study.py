@@ -250,7 +250,7 @@ def _resumable(path: Path, header: Header) -> RecordedStudy | None:
     return known if known.header.digest() == header.digest() else None
 
 
-def _lock(path: Path) -> Any:  # noqa: ANN401  filelock's class depends on the platform
+def _lock(path: Path) -> Any:
     from filelock import FileLock, Timeout
 
     lock = FileLock(str(path) + ".lock", timeout=0, mode=0o666)

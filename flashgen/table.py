@@ -302,7 +302,7 @@ def _parse(path: Path, *, strict: bool, check: VariantCheck | None, sealed: bool
     return Table(path, device, tuple(entry for entry, _ in entries.values()), tuple(faults))
 
 
-def _check_schema(document: Any, path: Path) -> None:  # noqa: ANN401
+def _check_schema(document: Any, path: Path) -> None:
     found = document.get("schema") if isinstance(document, dict) else None
     if found != SCHEMA:
         what = "names no schema" if found is None else f"has schema {found!r}"
@@ -315,7 +315,7 @@ def _check_schema(document: Any, path: Path) -> None:  # noqa: ANN401
         raise InvalidTable(f"{path}: unknown fields {unknown}, missing fields {missing}. Restore the file from its history or remove it.")
 
 
-def _check_integrity(document: Any, entries: list[Any], path: Path) -> None:  # noqa: ANN401
+def _check_integrity(document: Any, entries: list[Any], path: Path) -> None:
     sealed = convert(document["integrity"], IntegrityRecord, f"{path}: integrity")
     if sealed.entries != len(entries) or sealed.digest != entries_digest(entries):
         raise InvalidTable(
@@ -333,7 +333,7 @@ def _collect(step: Callable[[], None], faults: list[str], strict: bool) -> None:
         faults.append(str(problem))
 
 
-def _add(raw: Any, path: Path, line: int, check: VariantCheck | None, entries: dict[tuple[object, ...], tuple[TableEntry, int]]) -> None:  # noqa: ANN401
+def _add(raw: Any, path: Path, line: int, check: VariantCheck | None, entries: dict[tuple[object, ...], tuple[TableEntry, int]]) -> None:
     where = f"{path}:{line}: entry"
     entry = to_entry(convert(raw, EntryRecord, where), where)
     reason = check(entry) if check else None

@@ -193,7 +193,7 @@ def entries_digest(entries: list[Any]) -> str:
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def convert(raw: Any, kind: type[Any], where: str) -> Any:  # noqa: ANN401
+def convert(raw: Any, kind: type[Any], where: str) -> Any:
     """`raw` as a record. Raises InvalidTable with place, path, rule and value."""
     try:
         return msgspec.convert(raw, kind, strict=True)
@@ -330,7 +330,7 @@ def _field(path: str) -> str:
     return f"{name}: " if name else ""
 
 
-def _found(raw: Any, path: str) -> str:  # noqa: ANN401
+def _found(raw: Any, path: str) -> str:
     """The offending value, where the path leads to one."""
     value = raw
     for step in re.findall(r"[A-Za-z_][A-Za-z0-9_]*|(?<=\[)\d+(?=\])", path.strip("`").removeprefix("$")):

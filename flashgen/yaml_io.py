@@ -30,9 +30,7 @@ class Flow(dict[str, Any]):
     """A mapping that `dump` writes on one line."""
 
 
-def load_strict(
-    text: str, origin: str, *, error: type[FlashgenError] = InvalidSpace, lines: dict[Path, int] | None = None
-) -> Any:  # noqa: ANN401
+def load_strict(text: str, origin: str, *, error: type[FlashgenError] = InvalidSpace, lines: dict[Path, int] | None = None) -> Any:
     """The one document in `text` as dicts with text keys, lists, and scalars.
 
     `origin` names the file in messages. `lines`, when given, receives the 1-based line of every node by its path.
@@ -49,7 +47,7 @@ def load_strict(
     return builder.document
 
 
-def loader() -> Any:  # noqa: ANN401
+def loader() -> Any:
     """The parser class: libyaml where PyYAML was built with it, else pure Python. Both feed the same builder."""
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -72,7 +70,7 @@ class _Builder:
         self.documents = 0
         self.stack: list[_Open] = []
 
-    def feed(self, event: Any) -> None:  # noqa: ANN401
+    def feed(self, event: Any) -> None:
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
             self.refuse(line, f"alias *{event.anchor}; write the value out")
@@ -89,13 +87,13 @@ class _Builder:
         elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
             self.stack.pop()
 
-    def check_plain(self, event: Any, line: int) -> None:  # noqa: ANN401
+    def check_plain(self, event: Any, line: int) -> None:
         if event.anchor is not None:
             self.refuse(line, f"anchor &{event.anchor}; write values out instead of sharing them")
         if event.tag is not None:
             self.refuse(line, f"tag {event.tag!r}; only plain text, numbers, true, false and null are read")
 
-    def open(self, event: Any, line: int) -> None:  # noqa: ANN401
+    def open(self, event: Any, line: int) -> None:
         if len(self.stack) >= MAX_DEPTH:
             self.refuse(line, f"nesting deeper than {MAX_DEPTH} levels")
         container: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
@@ -105,7 +103,7 @@ class _Builder:
         path = self.add(container, line)
         self.stack.append(_Open(container, path))
 
-    def scalar(self, event: Any, line: int) -> None:  # noqa: ANN401
+    def scalar(self, event: Any, line: int) -> None:
         top = self.stack[-1] if self.stack else None
         if top is not None and top.expects_key:
             self.key(top, event.value, line)
@@ -118,7 +116,7 @@ class _Builder:
         top.key_lines[key] = line
         top.key = key
 
-    def value(self, event: Any, line: int) -> Any:  # noqa: ANN401
+    def value(self, event: Any, line: int) -> Any:
         text: str = event.value
         if event.style in ("'", '"', "|", ">"):
             return text
@@ -135,7 +133,7 @@ class _Builder:
             return number
         return text
 
-    def add(self, value: Any, line: int) -> Path:  # noqa: ANN401
+    def add(self, value: Any, line: int) -> Path:
         if not self.stack:
             self.document = value
             path: Path = ()
@@ -155,7 +153,7 @@ class _Open:
 
     __slots__ = ("container", "key", "key_lines", "path")
 
-    def __init__(self, container: Any, path: Path) -> None:  # noqa: ANN401
+    def __init__(self, container: Any, path: Path) -> None:
         self.container = container
         self.path = path
         self.key: str | None = None
@@ -165,7 +163,7 @@ class _Open:
     def expects_key(self) -> bool:
         return isinstance(self.container, dict) and self.key is None
 
-    def add(self, value: Any) -> Path:  # noqa: ANN401
+    def add(self, value: Any) -> Path:
         if isinstance(self.container, list):
             self.container.append(value)
             return (*self.path, len(self.container) - 1)
@@ -191,7 +189,7 @@ def _block(value: Mapping[str, Any], indent: int, out: list[str], first: str = "
             out.append(f"{name} {_inline(item)}")
 
 
-def _inline(value: Any) -> str:  # noqa: ANN401
+def _inline(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_scalar(key)}: {_inline(item)}" for key, item in value.items()) + "}"
     if _is_list(value):
@@ -199,7 +197,7 @@ def _inline(value: Any) -> str:  # noqa: ANN401
     return _scalar(value)
 
 
-def _scalar(value: Any) -> str:  # noqa: ANN401
+def _scalar(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -225,7 +223,7 @@ def _escape(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def _is_list(value: Any) -> bool:  # noqa: ANN401
+def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 

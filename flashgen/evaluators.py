@@ -1,0 +1,374 @@
+"""How a proposed variant becomes a trial: on a GPU by the measuring child, without one by compiler and cost model, or from a recording.
+
+All evaluators fulfil one protocol, so that the search neither knows nor cares whether anything is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from typing import TYPE_CHECKING, Protocol
+
+from flashgen import cost
+from flashgen.errors import CompileError, EmptySpace, EmulationFault, FlashgenError, LaunchError, StudyMismatch, WorkerLost
+from flashgen.model import (
+    Certificate,
+    CompileReport,
+    DeviceLimits,
+    ExecutorName,
+    Measurement,
+    Outcome,
+    Problem,
+    Source,
+    Trial,
+    Variant,
+    Verdict,
+)
+from flashgen.render import render
+from flashgen.space import BoundSpace
+from flashgen.study import RecordedStudy
+
+if TYPE_CHECKING:
+    from flashgen.bench import Comparison, MeasuringState
+    from flashgen.compiler import CompilePool
+    from flashgen.cubins import Compiled
+    from flashgen.worker import MeasuringChild
+
+TRIAL_SECONDS = 60.0
+CERTIFY_SECONDS = 300.0
+INTERLEAVE_ROUNDS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """Versions that an entry records; empty where not in use."""
+
+    nvrtc: str = ""
+    driver: str = ""
+    cupy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The winner among finalists, and the time of each one that could be timed."""
+
+    winner: Variant
+    measurements: dict[Variant, Measurement] = field(default_factory=dict)
+
+
+class TrialRunner(Protocol):
+    """What the loop over trials needs."""
+
+    def prepare(self, variant: Variant) -> None:
+        """Begin to compile a variant and return at once."""
+        ...
+
+    def evaluate(self, variant: Variant, best_us: float | None) -> Trial:
+        """Compile, certify quickly and time one variant. Whatever the variant does wrong is the trial's outcome, not an exception."""
+        ...
+
+
+class Evaluator(TrialRunner, Protocol):
+    """What a whole search needs of an executor."""
+
+    @property
+    def executor(self) -> ExecutorName:
+        """Who certifies."""
+        ...
+
+    @property
+    def jobs(self) -> int:
+        """Variants that can be compiled at once."""
+        ...
+
+    @property
+    def finalists(self) -> int:
+        """Exact variants that enter the final round."""
+        ...
+
+    def nvrtc(self) -> str:
+        """Version of the compiler. Raises MissingDependency and ConflictingInstall."""
+        ...
+
+    def toolchain(self) -> Toolchain:
+        """Versions in use."""
+        ...
+
+    def source(self, variant: Variant) -> Source:
+        """The text of a variant."""
+        ...
+
+    def report(self, variant: Variant) -> CompileReport:
+        """What the compiler says about a variant. Raises CompileError."""
+        ...
+
+    def certify(self, variant: Variant) -> Certificate:
+        """Run the whole suite; a variant that cannot be run gets an inexact certificate that says why."""
+        ...
+
+    def decide(self, finalists: Sequence[Variant], incumbents: Sequence[Variant], trials: dict[Variant, Trial]) -> Decision:
+        """Choose among exact variants. `incumbents` come in the order of their claim."""
+        ...
+
+    def close(self) -> None:
+        """End child processes and threads."""
+        ...
+
+
+class _Compiling:
+    """The part that all evaluators with a compiler share: sources, compilation ahead, compiled constraints."""
+
+    def __init__(self, bounds: Iterable[BoundSpace], problem: Problem, device: DeviceLimits, seed: int) -> None:
+        from flashgen.compiler import CompilePool, usable_processors
+
+        self.problem, self.device, self.seed = problem, device, seed
+        self.bounds = {bound.space.family: bound for bound in bounds}
+        self.jobs = usable_processors()
+        self._pool: CompilePool = CompilePool(self.jobs)
+        self._sources: dict[Variant, Source] = {}
+        self._compiled: dict[Variant, Future[Compiled]] = {}
+
+    def nvrtc(self) -> str:
+        from flashgen.compiler import nvrtc_version
+
+        return nvrtc_version()
+
+    def toolchain(self) -> Toolchain:
+        return Toolchain(self.nvrtc(), "", _cupy_version())
+
+    def source(self, variant: Variant) -> Source:
+        if variant not in self._sources:
+            self._sources[variant] = render(self.bounds[variant.family].space, self.problem.klass(), variant)
+        return self._sources[variant]
+
+    def prepare(self, variant: Variant) -> None:
+        from flashgen.compiler import architecture
+
+        if variant not in self._compiled:
+            source = self.source(variant)
+            self._compiled[variant] = self._pool.submit(source, architecture(source, self.device.sm))
+
+    def compiled(self, variant: Variant) -> Compiled:
+        self.prepare(variant)
+        return self._compiled[variant].result()
+
+    def report(self, variant: Variant) -> CompileReport:
+        return self.compiled(variant).report
+
+    def close(self) -> None:
+        for future in self._compiled.values():
+            future.cancel()
+        self._pool.close()
+
+    def _built(self, variant: Variant) -> Trial:
+        """A trial after compilation: OK without a time, or why it ends here."""
+        digest = self.source(variant).digest
+        try:
+            report = self.report(variant)
+        except CompileError as problem:
+            return Trial(variant, Outcome.COMPILE_FAILED, str(problem), source_digest=digest)
+        bound = self.bounds[variant.family]
+        if any(bound.compiled_violations(variant, report).values()):
+            reason = "; ".join(bound.explain(variant, report))
+            return Trial(variant, Outcome.SPILLED, reason, report=report, source_digest=digest)
+        return Trial(variant, Outcome.OK, report=report, source_digest=digest)
+
+
+class DeviceEvaluator(_Compiling):
+    """Compiles in this process, certifies and times in the measuring child, whose death costs one trial."""
+
+    executor = ExecutorName.DEVICE
+    finalists = 5
+
+    def __init__(self, bounds: Iterable[BoundSpace], problem: Problem, device: DeviceLimits, seed: int, index: int = 0) -> None:
+        """For GPU `index`, as the driver counts what is visible."""
+        super().__init__(bounds, problem, device, seed)
+        from flashgen.bench import open_device
+        from flashgen.worker import MeasuringChild
+
+        self.child: MeasuringChild = MeasuringChild(open_device, index, deadline_s=TRIAL_SECONDS)
+        self.comparison: Comparison | None = None
+
+    def toolchain(self) -> Toolchain:
+        """Versions in use, the driver's by the measuring child."""
+        return replace(super().toolchain(), driver=str(self.child.call("Reading the driver's version", driver_task)))
+
+    def evaluate(self, variant: Variant, best_us: float | None) -> Trial:
+        """One trial in the child."""
+        from flashgen import bench, certify
+
+        trial = self._built(variant)
+        if trial.outcome is not Outcome.OK:
+            return trial
+        arguments = (self.source(variant), self.compiled(variant), self.problem, certify.quick, self.seed, None, best_us)
+        try:
+            timed = self.child.call(str(variant), bench.measure_task, *arguments)
+        except FlashgenError as problem:
+            return replace(trial, outcome=outcome_of(problem), detail=str(problem))
+        if timed.certificate is not None and timed.certificate.verdict is not Verdict.EXACT:
+            return replace(trial, outcome=Outcome.INEXACT, detail=timed.certificate.failure)
+        return replace(trial, measurement=timed.measurement)
+
+    def decide(self, finalists: Sequence[Variant], incumbents: Sequence[Variant], trials: dict[Variant, Trial]) -> Decision:
+        """Interleaved times in random order. A finalist that breaks the run is left out and the rest run again."""
+        from flashgen import bench, timing
+
+        running = list(finalists)
+        while len(running) > 1:
+            kernels = [(str(variant), self.source(variant), self.compiled(variant)) for variant in running]
+            names = ", ".join(name for name, _, _ in kernels)
+            try:
+                found: Comparison = self.child.call(
+                    f"Comparing {names}",
+                    bench.interleave_task,
+                    kernels,
+                    self.problem,
+                    INTERLEAVE_ROUNDS,
+                    self.seed,
+                    deadline_s=CERTIFY_SECONDS,
+                )
+            except (WorkerLost, LaunchError):
+                running = self._sound(running)
+                continue
+            self.comparison = found
+            measured = {variant: found.measurement(str(variant), self.problem) for variant in running}
+            winner = timing.choose(found.samples, [str(variant) for variant in incumbents if variant in running])
+            return Decision(next(variant for variant in running if str(variant) == winner), measured)
+        survivor = (running or list(finalists))[0]
+        again = self.evaluate(survivor, None)
+        if again.measurement is None:
+            raise LaunchError(f"None of the finalists could be timed; {survivor} last: {again.detail}. Run again; the trials are kept.")
+        return Decision(survivor, {survivor: again.measurement})
+
+    def close(self) -> None:
+        """End the child at once."""
+        self.child.kill()
+        super().close()
+
+    def certify(self, variant: Variant) -> Certificate:
+        """The whole suite on the GPU."""
+        try:
+            arguments = self.source(variant), self.compiled(variant), self.problem, self.seed
+            certificate: Certificate = self.child.call(f"Certifying {variant}", certify_task, *arguments, deadline_s=CERTIFY_SECONDS)
+            return certificate
+        except (CompileError, LaunchError, WorkerLost) as problem:
+            if isinstance(problem, WorkerLost) and problem.reason == "not_started":
+                raise
+            return _refused(self.executor, str(problem))
+
+    def _sound(self, variants: Sequence[Variant]) -> list[Variant]:
+        """Those that still run alone; at least one fewer than given."""
+        sound = [variant for variant in variants if self.evaluate(variant, None).outcome is Outcome.OK]
+        return sound if len(sound) < len(variants) else sound[:-1]
+
+
+class PredictedEvaluator(_Compiling):
+    """No GPU: compiles for the named one, ranks by the cost model with the compiler's registers, certifies on the emulated executor."""
+
+    executor = ExecutorName.EMULATED
+    finalists = 3
+
+    def evaluate(self, variant: Variant, best_us: float | None) -> Trial:
+        """Compile and predict. `best_us` is of no use here."""
+        trial = self._built(variant)
+        if trial.outcome is not Outcome.OK:
+            return trial
+        us = round(cost.roofline_us(self.bounds[variant.family], variant, trial.report), 3)
+        if us == float("inf"):
+            return replace(trial, outcome=Outcome.LAUNCH_FAILED, detail="not even one CTA fits an SM with the compiler's registers")
+        tflops = round(cost.flops(self.problem) / us / 1e6, 2)
+        return replace(trial, measurement=Measurement(us, us, us, 0, tflops, source="predicted"))
+
+    def decide(self, finalists: Sequence[Variant], incumbents: Sequence[Variant], trials: dict[Variant, Trial]) -> Decision:
+        """The least predicted time; ties by name."""
+        known = {variant: trials.get(variant) or self.evaluate(variant, None) for variant in finalists}
+        predicted = {variant: trial.measurement for variant, trial in known.items() if trial.measurement}
+        if not predicted:
+            raise EmptySpace(f"{finalists[0]} cannot run: {known[finalists[0]].detail}. Name another device with --gpu.")
+        winner = min(predicted, key=lambda variant: (predicted[variant].median_us, str(variant)))
+        return Decision(winner, predicted)
+
+    def certify(self, variant: Variant) -> Certificate:
+        """The whole suite on the CPU."""
+        from flashgen import certify
+        from flashgen.emulate import EmulatedExecutor
+
+        try:
+            return certify.full(
+                EmulatedExecutor(self.device), self.bounds[variant.family].space, self.source(variant), self.problem, self.seed
+            )
+        except (CompileError, LaunchError, EmulationFault) as problem:
+            return _refused(self.executor, str(problem))
+
+
+class ReplayEvaluator:
+    """Answers trials from a recorded study, in no time and with no GPU. What the recording lacks is infeasible here."""
+
+    def __init__(self, recorded: RecordedStudy) -> None:
+        """`recorded` as `study.read_study` returns it."""
+        self.recorded = {trial.variant: trial for trial in recorded.trials}
+
+    @property
+    def best_us(self) -> float:
+        """The best time in the recording. Raises StudyMismatch when nothing ran."""
+        times = [trial.measurement.median_us for trial in self.recorded.values() if trial.outcome is Outcome.OK and trial.measurement]
+        if not times:
+            raise StudyMismatch("The recorded study has no trial that ran. Record another one.")
+        return min(times)
+
+    def prepare(self, variant: Variant) -> None:
+        """Nothing to compile."""
+
+    def evaluate(self, variant: Variant, best_us: float | None) -> Trial:
+        """The recorded trial."""
+        return self.recorded.get(variant) or Trial(variant, Outcome.INFEASIBLE, "not in the recording")
+
+
+def outcome_of(problem: FlashgenError) -> Outcome:
+    """The outcome that an error of one trial means. Raises the error when it says nothing about the variant."""
+    if isinstance(problem, WorkerLost) and problem.reason != "not_started":
+        return Outcome.TIMED_OUT if problem.reason == "timed_out" else Outcome.LAUNCH_FAILED
+    if isinstance(problem, LaunchError):
+        return Outcome.LAUNCH_FAILED
+    if isinstance(problem, CompileError):
+        return Outcome.COMPILE_FAILED
+    raise problem
+
+
+def certify_task(state: MeasuringState, source: Source, compiled: Compiled, problem: Problem, seed: int) -> Certificate:
+    """In the measuring child: the whole suite on one variant."""
+    from flashgen import certify
+    from flashgen.space import load_space
+
+    state.executor.load(source, compiled)
+    return certify.full(state.executor, load_space(source.family), source, problem, seed)
+
+
+def driver_task(_: MeasuringState) -> str:
+    """In the measuring child: the driver's version, or the CUDA version that it supports where NVML is absent."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # NVML is optional, and it fails in many ways
+        from flashgen.gpu import cupy
+
+        return f"CUDA {cupy().cuda.runtime.driverGetVersion()}"
+
+
+def _refused(executor: ExecutorName, failure: str) -> Certificate:
+    from flashgen import certify, suite
+
+    return Certificate(Verdict.INEXACT, suite.SUITE, certify.suite_digest(), executor, 0, 0, 0.0, "", 0.0, failure)
+
+
+def _cupy_version() -> str:
+    for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
