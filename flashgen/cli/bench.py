@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import exp, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,36 +10,13 @@ import click
 
 from flashgen.cli import options as shared
 from flashgen.errors import InvalidProblem, InvalidTable
-from flashgen.model import DeviceLimits, ExecutorName, Measurement, Problem, TableEntry, Variant
+from flashgen.model import DeviceLimits, ExecutorName, Problem, TableEntry
 
 if TYPE_CHECKING:
-    from flashgen.bench import Comparison
-    from flashgen.timing import Ratio
+    from flashgen.side_by_side import SideBySide
 
 DONE, FAILED = 0, 1
-DEADLINE_S = 300.0
 DEFAULT_AGAINST = "sdpa-flash,sdpa-cudnn"
-
-
-@dataclass(frozen=True)
-class SideBySide:
-    """Interleaved times of variants and peers on one problem. Speed-ups are peer time over the first variant's time."""
-
-    problem: Problem
-    names: tuple[str, ...]
-    measurements: dict[str, Measurement]
-    speedups: dict[str, Ratio]
-    missing: dict[str, str]
-
-    def lines(self) -> list[str]:
-        """One sentence per peer."""
-        ours = self.names[0]
-        found = [
-            f"{name}: {self.measurements[name].median_us:.1f} µs, this entry {self.measurements[ours].median_us:.1f} µs: "
-            f"{ratio.median:.3f}× as fast, 95 % within [{ratio.low:.3f}, {ratio.high:.3f}], {ratio.rounds} interleaved rounds"
-            for name, ratio in self.speedups.items()
-        ]
-        return found + [f"{name}: not compared: {reason}" for name, reason in self.missing.items()]
 
 
 @click.command()
@@ -59,8 +34,8 @@ def bench(**options: Any) -> int:
     Without --head-dim: every measured entry for this GPU. Kernels and peers share their operands and run interleaved in random order with
     a cold L2. A ratio above 1 means that the entry is faster; the interval is that of the paired ratios, at 95 %.
     """
-    from flashgen import console
-    from flashgen.cli import reports
+    from flashgen import console, side_by_side
+    from flashgen.console import reports
 
     request = shared.request_of(options)
     against = tuple(dict.fromkeys(name.strip() for name in options["against"].split(",") if name.strip()))
@@ -73,13 +48,13 @@ def bench(**options: Any) -> int:
     found = []
     for number, (problem, entry) in enumerate(wanted, 1):
         click.echo(f"[{number}/{len(wanted)}] {problem}: {entry.variant}", err=True)
-        found.append(compare(problem, target.device, [entry.variant], against, options["rounds"], options["seed"]))
+        found.append(side_by_side.compare(problem, target.device, [entry.variant], against, options["rounds"], options["seed"]))
         if not options["as_json"]:
             console.show(reports.bench_report(found[-1]))
     if options["as_json"]:
         shared.print_json(_record(target.device, found))
     elif found:
-        console.show(reports.bench_summary(geomeans(found), len(found)))
+        console.show(reports.bench_summary(side_by_side.geomeans(found), len(found)))
     return FAILED if absent else DONE
 
 
@@ -120,41 +95,9 @@ def _entries(
     return pairs, absent
 
 
-def compare(
-    problem: Problem, device: DeviceLimits, variants: Sequence[Variant], against: Sequence[str], rounds: int = 20, seed: int = 0
-) -> SideBySide:
-    """Compile, then time variants and peers side by side in a child process. Raises CompileError, LaunchError, WorkerLost."""
-    from flashgen import bench
-    from flashgen.compiler import architecture, compile_source
-    from flashgen.render import render
-    from flashgen.space import load_space
-    from flashgen.worker import MeasuringChild
-
-    sources = [render(load_space(variant.family), problem.klass(), variant) for variant in variants]
-    kernels = [(str(source.variant), source, compile_source(source, architecture(source, device.sm))) for source in sources]
-    names = tuple(name for name, _, _ in kernels)
-    with MeasuringChild(bench.open_device, 0, deadline_s=DEADLINE_S) as child:
-        found: Comparison = child.call(f"Timing {', '.join(names)}", bench.interleave_task, kernels, problem, rounds, seed, tuple(against))
-    return SideBySide(
-        problem,
-        names,
-        {name: found.measurement(name, problem) for name in found.samples},
-        {peer: found.ratio(peer, names[0]) for peer in against if peer in found.samples},
-        found.missing,
-    )
-
-
-def geomeans(found: Sequence[SideBySide]) -> dict[str, tuple[float, float, int]]:
-    """Per peer: geometric mean and least of the speed-ups, and over how many problems."""
-    peers = dict.fromkeys(name for each in found for name in each.speedups)
-    means = {}
-    for peer in peers:
-        ratios = [each.speedups[peer].median for each in found if peer in each.speedups]
-        means[peer] = (exp(sum(map(log, ratios)) / len(ratios)), min(ratios), len(ratios))
-    return means
-
-
 def _record(device: DeviceLimits, found: Sequence[SideBySide]) -> dict[str, Any]:
+    from flashgen.side_by_side import geomeans
+
     def one(each: SideBySide, name: str) -> dict[str, Any]:
         taken, speedup = each.measurements[name], each.speedups.get(name)
         return {

@@ -75,7 +75,7 @@ def _one(
     """Certify, compare or run one case. Returns whether all is well, and the record for machines."""
     from flashgen import certify as gate
     from flashgen import console
-    from flashgen.cli import reports
+    from flashgen.console import reports
 
     head = {"problem": str(kernel.bound.problem), "family": kernel.variant.family, "params": kernel.variant.as_dict(), "seed": seed}
     source, space = kernel.source, kernel.bound.space
@@ -106,7 +106,7 @@ def _compared(
     executor: Executor, kernel: Chosen, other: Chosen, seed: int, head: dict[str, Any], as_json: bool
 ) -> tuple[bool, dict[str, Any]]:
     from flashgen import compare, console
-    from flashgen.cli import reports
+    from flashgen.console import reports
 
     require_feasible(other)
     histogram = compare.against(executor, kernel.bound.space, kernel.source, other.source, seed)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashgen import cost, paths, table
-from flashgen.errors import FlashgenError, InfeasibleVariant, InvalidTable, UnsupportedProblem
+from flashgen import cost, paths, search, table
+from flashgen.errors import InfeasibleVariant, UnsupportedProblem
 from flashgen.model import DeviceLimits, Problem, Source, TableEntry, Variant
 from flashgen.render import render
 from flashgen.space import BoundSpace, Space, load_space, load_spaces
@@ -69,31 +69,14 @@ def spaces_of(problem: Problem, families: Sequence[str]) -> tuple[Space, ...]:
 def tables(file: Path | None) -> tuple[table.Table, ...]:
     """The tables to look in: one file read strictly, or the user's and the shipped ones."""
     if file is not None:
-        return (table.read(file, strict=True, check=unknown_variant),)
+        return (table.read(file, strict=True, check=search.space_check),)
     found = []
     for directory in (paths.user_tables(), paths.shipped_tables()):
-        found += [table.read(path, strict=True, check=unknown_variant) for path in sorted(directory.glob("*.yaml"))]
+        found += [table.read(path, strict=True, check=search.space_check) for path in sorted(directory.glob("*.yaml"))]
     return tuple(found)
-
-
-def unknown_variant(entry: TableEntry) -> str | None:
-    """Why an entry's variant is not one of its family's space; None when it is."""
-    try:
-        load_space(entry.variant.family).checked(entry.variant.as_dict())
-    except FlashgenError as problem:
-        return str(problem)
-    return None
 
 
 def _refuse(entry: TableEntry, problem: Problem, device: DeviceLimits, families: Sequence[str]) -> str | None:
     if families and entry.variant.family not in families:
         return f"only {', '.join(families)} was asked for"
-    space = load_space(entry.variant.family)
-    reason = space.unsupported(problem, device) or unknown_variant(entry)
-    return reason or "; ".join(space.bind(problem, device).explain(entry.variant)) or None
-
-
-def require_readable(file: Path) -> None:
-    """Raise InvalidTable when a table named by the user is absent."""
-    if not file.exists():
-        raise InvalidTable(f"{file} does not exist. Check the path, or run `flashgen tune` with it.")
+    return search.refusal(problem, device)(entry)

@@ -27,7 +27,7 @@ def doctor(as_json: bool) -> int:
         shared.print_json(record)
     else:
         from flashgen import console
-        from flashgen.cli import reports
+        from flashgen.console import reports
 
         console.show(reports.doctor_report(found, advice))
     return FAILED if any(each.fatal for each in advice) else DONE

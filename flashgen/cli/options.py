@@ -18,32 +18,22 @@ _SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-class IntegerList(click.ParamType[tuple[int, ...]]):
+def _integers(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...] | None:
     """Integers separated by commas."""
-
-    name = "N,N,…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The integers of a text."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is no list of integers such as 1024,4096.", param, ctx)
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no list of integers such as 1024,4096.") from None
 
 
-class DTypeName(click.ParamType[DType]):
+def _dtype(_: click.Context, __: click.Parameter, text: str) -> DType:
     """An element type by its long or short name."""
-
-    name = "float32|float16|bfloat16"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DType:
-        """The element type of a name."""
-        try:
-            return DType(_SHORT_DTYPES.get(str(value).lower(), str(value).lower()))
-        except ValueError:
-            self.fail(f"{value!r} is not one of float32, float16, bfloat16 (or fp32, fp16, bf16).", param, ctx)
+    try:
+        return DType(_SHORT_DTYPES.get(text.lower(), text.lower()))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not one of float32, float16, bfloat16 (or fp32, fp16, bf16).") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +75,6 @@ class Request:
             )
         return (Mask.window(self.window[0], self.window[1]),)
 
-    def wanted(self, problem: Problem) -> bool:
-        """Whether a problem of a table is among those asked for; what was not named on the command line matches everything."""
-        return (
-            self.head_dim in (None, problem.head_dim)
-            and (self.head_dim_v is None or self.head_dim_v == problem.head_dim_v)
-            and (self.causal is None or Mask.causal().kind is problem.mask.kind or not self.causal)
-        )
-
     def _problem(self, seqlen_q: int, seqlen_kv: int, mask: Mask) -> Problem:
         assert self.head_dim is not None
         return Problem(
@@ -116,15 +98,19 @@ def problem_options(command: _Command) -> _Command:
 _PROBLEM_OPTIONS = (
     click.option("--head-dim", type=int, help="Columns of q and k."),
     click.option("--head-dim-v", type=int, help="Columns of v and o.  [default: head dim]"),
-    click.option("--dtype", type=DTypeName(), default="bfloat16", show_default=True, help="Element type; fp32, fp16, bf16 do too."),
-    click.option("--seqlen", type=IntegerList(), default=str(DEFAULT_SEQLEN), show_default=True, help="Lengths of q and of k, v."),
+    click.option(
+        "--dtype", metavar="TYPE", callback=_dtype, default="bfloat16", show_default=True, help="Element type; fp32, fp16, bf16 do too."
+    ),
+    click.option(
+        "--seqlen", metavar="N,N,…", callback=_integers, default=str(DEFAULT_SEQLEN), show_default=True, help="Lengths of q and of k, v."
+    ),
     click.option("--seqlen-q", type=int, help="Rows of q, where they differ."),
     click.option("--seqlen-kv", type=int, help="Rows of k and v, where they differ."),
     click.option("--batch", type=int, default=DEFAULT_BATCH, show_default=True, help="Sequences."),
     click.option("--heads", type=int, default=DEFAULT_HEADS, show_default=True, help="Query heads."),
     click.option("--kv-heads", type=int, help="K/V heads; they divide the query heads.  [default: heads]"),
     click.option("--causal/--no-causal", default=None, help="Causal or full attention.  [default: both]"),
-    click.option("--window", type=IntegerList(), metavar="L,R", help="Sliding window: keys to the left and right, -1 for no bound."),
+    click.option("--window", callback=_integers, metavar="L,R", help="Sliding window: keys to the left and right, -1 for no bound."),
     click.option("--op", type=click.Choice([str(op) for op in Op]), default=str(Op.FORWARD), show_default=True, help="What is computed."),
 )
 

@@ -70,7 +70,8 @@ def source(**options: Any) -> int:
 def entry(**options: Any) -> int:
     """Print the table entries that serve problems, and how they were found. Exit code 1 where there is none."""
     from flashgen import console, search, table
-    from flashgen.cli import choose, reports
+    from flashgen.cli import choose
+    from flashgen.console import reports
     from flashgen.table_schema import to_raw
 
     problems = shared.request_of(options).problems()
@@ -104,7 +105,7 @@ def space(family: str | None, **options: Any) -> int:
     With --params it says which constraints that point violates, by how much and why; exit code 1 when it does.
     """
     from flashgen import console
-    from flashgen.cli import reports
+    from flashgen.console import reports
     from flashgen.space import load_space, load_spaces
 
     request = shared.request_of(options)
@@ -127,7 +128,7 @@ def space(family: str | None, **options: Any) -> int:
 
 def _explain(of: Space, problem: Problem, device: DeviceLimits, text: str, as_json: bool) -> int:
     from flashgen import console, cost
-    from flashgen.cli import reports
+    from flashgen.console import reports
 
     bound: BoundSpace = of.bind(problem, device)
     variant = bound.variant(shared.parse_params(text))
@@ -165,8 +166,8 @@ def _space_record(of: Space, problems: tuple[Problem, ...], device: DeviceLimits
 def cache(prune: bool, older_than: str | None, max_size: str | None, as_json: bool) -> int:
     """Print what lies below FLASHGEN_HOME with sizes, and prune the cubin store."""
     from flashgen import console, paths
-    from flashgen.cli import reports
     from flashgen.compiler import default_store
+    from flashgen.console import reports
 
     age = _amount(older_than, "--older-than", _AGE_SECONDS, "12h, 30d, 2w")
     most = _amount(max_size, "--max-size", _SIZE_BYTES, "500M, 2G")

@@ -17,7 +17,7 @@ from flashgen.errors import EmptySpace, FlashgenError, InvalidProblem, LaunchErr
 from flashgen.model import ExecutorName, Problem
 
 if TYPE_CHECKING:
-    from flashgen.console import TuneProgress
+    from flashgen.console.progress import TuneProgress
     from flashgen.search import TuneResult
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
@@ -73,9 +73,11 @@ def _check_limits(budget: int | None, seconds: float | None) -> None:
 
 def _tune(order: Order) -> int:
     from flashgen import console
+    from flashgen.console.progress import TuneProgress
+    from flashgen.console.tuned import tune_report
 
     _check_everything(order)
-    progress = console.TuneProgress()
+    progress = TuneProgress()
     if order.target.note:
         progress.note(order.target.note)
     if not order.target.predicted:
@@ -87,7 +89,7 @@ def _tune(order: Order) -> int:
                 result = _search(order, problem, progress)
             found.append((result, _against_sdpa(result)))
             if not order.as_json:
-                console.show(console.tune_report(*found[-1]))
+                console.show(tune_report(*found[-1]))
             if result.partial:
                 return INTERRUPTED
     finally:
@@ -171,7 +173,7 @@ def _against_sdpa(result: TuneResult) -> tuple[str, ...]:
     """How the new entry stands beside torch's SDPA, on a GPU."""
     if result.executor is ExecutorName.EMULATED or result.entry is None or result.partial:
         return ()
-    from flashgen.cli.bench import compare
+    from flashgen.side_by_side import compare
 
     try:
         return tuple(compare(result.problem, result.device, [result.entry.variant], ("sdpa-flash",)).lines())
@@ -182,17 +184,18 @@ def _against_sdpa(result: TuneResult) -> tuple[str, ...]:
 def _compile_only(order: Order) -> int:
     from flashgen import console, search
     from flashgen.compiler import binding, default_store
+    from flashgen.console.progress import TuneProgress
 
     binding()
     for problem in order.problems:
         search.bind_families(problem, order.target.device, order.families or None)
     require_writable(default_store().path / "probe")
     trials = []
-    progress = console.TuneProgress()
+    progress = TuneProgress()
     for number, problem in enumerate(order.problems, 1):
         with progress.running(number, len(order.problems), problem):
             budget = order.budget or search.DEFAULT_BUDGET[ExecutorName.DEVICE]
-            trials += search.compile_ahead(problem, order.target.device, budget=budget, progress=progress)
+            trials += search.compile_ahead(problem, order.target.device, budget=budget, families=order.families or None, progress=progress)
     held = default_store().statistics()
     compiled = sum(trial.report is not None for trial in trials)
     record = {

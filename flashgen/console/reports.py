@@ -15,10 +15,10 @@ from flashgen.model import Certificate, DeviceLimits, Problem, Resources, Varian
 
 if TYPE_CHECKING:
     from flashgen.certify import CaseResult
-    from flashgen.cli.bench import SideBySide
     from flashgen.compare import UlpHistogram
     from flashgen.cubins import StoreStatistics
     from flashgen.doctor import Advice, Findings, Library
+    from flashgen.side_by_side import SideBySide
     from flashgen.space import BoundSpace, Space
     from flashgen.table import Lookup
 
@@ -177,11 +177,13 @@ def doctor_report(found: Findings, advice: Sequence[Advice]) -> RenderableType:
     """Everything in use, then what to mend."""
     none = Text("not found", "yellow")
     table = plain_table("", "version", "path")
-    rows = [found.flashgen, found.python, *found.core, *found.cupy]
-    for library in rows:
+    for library in (found.flashgen, found.python, *found.cupy):
         _row(table, library.name, library)
+    for folder in dict.fromkeys(library.path for library in found.core):
+        named = ", ".join(f"{library.name} {library.version}" for library in found.core if library.path == folder)
+        table.add_row("core packages", named, Text(folder, "dim"))
     for library in found.nvrtc_found:
-        _row(table, f"{library.name} (present)", library)
+        _row(table, f"{library.name} (wheel)", library)
     _row(table, "NVRTC in use", found.nvrtc) if found.nvrtc else table.add_row("NVRTC in use", none, Text(found.nvrtc_error, "dim"))
     driver = f"{found.driver_version or ''} (CUDA {'.'.join(map(str, found.driver))})".strip() if found.driver else none
     table.add_row("NVIDIA driver", driver, Text(found.driver_library or found.driver_error, "dim"))

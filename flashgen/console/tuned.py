@@ -1,0 +1,94 @@
+"""The result of a search, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from flashgen.console import PREDICTED, certificate_text, device_text, duration, facts, microseconds, params_text, plain_table, tally
+from flashgen.model import ExecutorName, Measurement, Outcome, Variant, Verdict
+
+if TYPE_CHECKING:
+    from flashgen.search import TuneResult
+
+TOP = 8
+
+
+def tune_report(result: TuneResult, comparison: Sequence[str] = ()) -> RenderableType:
+    """One search: heading, best variants, entry, change of the table."""
+    predicted = result.executor is ExecutorName.EMULATED
+    kind = Text(f"  {PREDICTED}", "yellow") if predicted else Text("  measured", "green")
+    heading = Text.assemble((f"{result.problem}", "bold"), f" on {device_text(result.device)}", kind)
+    shown: list[tuple[str, RenderableType]] = [("trials", Text.assemble(tally(result.outcomes()), f" in {duration(result.seconds)}"))]
+    if result.partial:
+        shown.append(("state", Text("interrupted before the final round: nothing was written; run the same command to go on", "yellow")))
+    if result.entry is not None:
+        shown.append(("exact", certificate_text(result.entry.certificate)))
+    shown += [("against", line) for line in comparison]
+    if result.change is not None:
+        shown += [("table", Text(result.change.describe()))]
+    return Group(heading, Text(), top_table(result, predicted), Text(), facts(shown), Text())
+
+
+def top_table(result: TuneResult, predicted: bool) -> RenderableType:
+    """The best variants; what they have in common is said once."""
+    reports = {trial.variant: trial.report for trial in result.trials}
+    rows = _ranked(result)[:TOP]
+    if not rows:
+        return Text("No variant ran.", "red")
+    varying = _varying([variant for variant, _, _ in rows])
+    time_name = "predicted µs" if predicted else "median µs"
+    numbers = ("", time_name, "TFLOP/s", "registers", "spilled B")
+    table = plain_table(*numbers, "certified", "variant", right=numbers)
+    for number, (variant, measurement, verdict) in enumerate(rows, 1):
+        report = reports.get(variant)
+        spread = "" if predicted or not measurement.spread else f" ±{measurement.spread / 2:.1%}"
+        table.add_row(
+            f"{number}", f"{microseconds(measurement.median_us)}{spread}", f"{measurement.tflops:.1f}",
+            f"{report.registers}" if report else "", f"{report.spill_bytes}" if report else "", verdict,
+            Text(f"{variant.family} {params_text(variant, varying.get(variant.family, ()))}".strip()),
+            style="bold" if number == 1 else "",
+        )  # fmt: skip
+    common = [
+        f"{family}: {params_text(next(variant for variant, _, _ in rows if variant.family == family), same)}"
+        for family, same in _common([variant for variant, _, _ in rows]).items()
+        if same
+    ]
+    return Group(table, *(Text(f"all of {line}", "dim") for line in common))
+
+
+def _ranked(result: TuneResult) -> list[tuple[Variant, Measurement, Text]]:
+    """(variant, measurement, verdict): finalists in their order, then the other good trials by time."""
+    rows = []
+    for finalist in result.finalists:
+        if finalist.measurement is not None:
+            exact = finalist.certificate.verdict is Verdict.EXACT
+            role = "" if finalist.role == "challenger" else f", {finalist.role}"
+            rows.append(
+                (finalist.variant, finalist.measurement, Text(f"{finalist.certificate.verdict}{role}", "green" if exact else "red"))
+            )
+    named = {variant for variant, _, _ in rows}
+    refused = {finalist.variant for finalist in result.finalists if finalist.certificate.verdict is not Verdict.EXACT}
+    quick = Text("-" if result.executor is ExecutorName.EMULATED else "quickly", "dim")
+    good = [(trial.variant, trial.measurement) for trial in result.trials if trial.outcome is Outcome.OK and trial.measurement]
+    others = [(variant, measurement, quick) for variant, measurement in good if variant not in named | refused]
+    return rows + sorted(others, key=lambda row: (row[1].median_us, str(row[0])))
+
+
+def _varying(variants: Sequence[Variant]) -> dict[str, tuple[str, ...]]:
+    """Per family the parameters whose values differ among the variants."""
+    common = _common(variants)
+    return {variant.family: tuple(name for name in variant.as_dict() if name not in common[variant.family]) for variant in variants}
+
+
+def _common(variants: Sequence[Variant]) -> dict[str, tuple[str, ...]]:
+    """Per family the parameters on which all its variants agree; none for a variant that is alone."""
+    found: dict[str, tuple[str, ...]] = {}
+    for family in dict.fromkeys(variant.family for variant in variants):
+        members = [variant.as_dict() for variant in variants if variant.family == family]
+        agreed = (name for name in members[0] if all(member[name] == members[0][name] for member in members))
+        found[family] = tuple(agreed) if len(members) > 1 else ()
+    return found
