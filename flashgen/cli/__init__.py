@@ -1,12 +1,13 @@
 """The command line. Results go to stdout, progress and errors to stderr.
 
-Exit codes: 0 done; 1 a check failed or a kernel could not run; 2 the request cannot be met (nothing was written); 130 or 143 interrupted.
+Exit codes: 0 done; 1 a check failed or a kernel could not run; 2 the request cannot be met (nothing was written); 130 interrupted.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -61,7 +62,7 @@ Exit codes:
   0    done
   1    a check failed: a kernel is not exact, does not compile or does not run
   2    the request cannot be met: wrong values, something not installed, a place that cannot be written
-  130  interrupted (143: terminated); finished trials are kept and the same command goes on from there
+  130  interrupted; finished trials are kept, and the same command goes on from there
 """
 
 
@@ -76,13 +77,24 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    sys.exit(guarded(lambda: cli.main(arguments, prog_name="flashgen", standalone_mode=False)))
+    sys.exit(run(arguments))
 
 
-def guarded(run: Callable[[], Any]) -> int:
-    """The exit code of a command. Errors raised on purpose are told in words on stderr; bugs keep their traceback."""
+def run(arguments: list[str] | None = None) -> int:
+    """Run the command line; its exit code. Errors raised on purpose are told in words on stderr, bugs keep their traceback."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _tell_warning
+        return _guarded(lambda: cli.main(arguments, prog_name="flashgen", standalone_mode=False))
+
+
+def _tell_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+    if issubclass(category, UserWarning):
+        click.echo(f"{click.style('Warning:', fg='yellow', bold=True)} {message}", err=True)
+
+
+def _guarded(command: Callable[[], Any]) -> int:
     try:
-        result = run()
+        result = command()
         sys.stdout.flush()
         return result if isinstance(result, int) else DONE
     except click.exceptions.Exit as ending:

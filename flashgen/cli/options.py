@@ -9,10 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from flashgen.errors import InfeasibleVariant, InvalidProblem
+from flashgen.errors import InfeasibleVariant, InvalidProblem, MissingDependency
 from flashgen.model import DeviceLimits, DType, ExecutorName, Mask, Op, Problem
-
-DEFAULT_SEQLEN, DEFAULT_BATCH, DEFAULT_HEADS = 4096, 4, 16
 
 _SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -99,15 +97,13 @@ _PROBLEM_OPTIONS = (
     click.option("--head-dim", type=int, help="Columns of q and k."),
     click.option("--head-dim-v", type=int, help="Columns of v and o.  [default: head dim]"),
     click.option(
-        "--dtype", metavar="TYPE", callback=_dtype, default="bfloat16", show_default=True, help="Element type; fp32, fp16, bf16 do too."
+        "--dtype", metavar="TYPE", callback=_dtype, default="bfloat16", show_default=True, help="Element type, also fp32, fp16, bf16."
     ),
-    click.option(
-        "--seqlen", metavar="N,N,…", callback=_integers, default=str(DEFAULT_SEQLEN), show_default=True, help="Lengths of q and of k, v."
-    ),
+    click.option("--seqlen", metavar="N,N,…", callback=_integers, default="4096", show_default=True, help="Lengths of q and of k, v."),
     click.option("--seqlen-q", type=int, help="Rows of q, where they differ."),
     click.option("--seqlen-kv", type=int, help="Rows of k and v, where they differ."),
-    click.option("--batch", type=int, default=DEFAULT_BATCH, show_default=True, help="Sequences."),
-    click.option("--heads", type=int, default=DEFAULT_HEADS, show_default=True, help="Query heads."),
+    click.option("--batch", type=int, default=4, show_default=True, help="Sequences."),
+    click.option("--heads", type=int, default=16, show_default=True, help="Query heads."),
     click.option("--kv-heads", type=int, help="K/V heads; they divide the query heads.  [default: heads]"),
     click.option("--causal/--no-causal", default=None, help="Causal or full attention.  [default: both]"),
     click.option("--window", callback=_integers, metavar="L,R", help="Sliding window: keys to the left and right, -1 for no bound."),
@@ -168,7 +164,9 @@ def target_of(gpu: str, executor: str) -> Target:
     named = None if gpu == "auto" else device.preset(gpu)
     if executor == ExecutorName.EMULATED:
         return Target(named or device.resolve(gpu), ExecutorName.EMULATED)
-    if executor == ExecutorName.DEVICE or device.is_present():
+    if executor == ExecutorName.DEVICE and not device.is_present():
+        raise MissingDependency("Only a GPU can do this, and none can be used here. `flashgen doctor` says why.")
+    if device.is_present():
         present = device.present()
         if named is None or device.same_resources(named, present):
             return Target(present, ExecutorName.DEVICE)

@@ -72,10 +72,10 @@ class TuneProgress:
             self._line(f"{self._state.title}: {offered} feasible{kept}; budget {event.budget}", always=True)
         elif isinstance(event, TrialEnded):
             self._take(event)
-            self._line(f"  {self._counts()}; best {self._best_words()}; {self._clock()}")
+            self._line(f"  {self._counts()}; best {self._best_time()}; {self._clock()}")
         elif isinstance(event, FinalRound):
             self._state.phase = f"certifying {len(event.variants)} finalists"
-            self._line(f"  {self._counts()}; best {self._best_words()}; {self._state.phase}", always=True)
+            self._line(f"  {self._counts()}; best {self._best_time()}; {self._state.phase}", always=True)
         elif isinstance(event, FinalistCertified):
             self._state.phase = f"certified: {event.certificate.verdict} {event.variant}"
             self._line(f"  {event.certificate.verdict} in {event.certificate.cases} cases: {event.variant}", always=True)
@@ -100,12 +100,12 @@ class TuneProgress:
     def _counts(self) -> str:
         return f"{self._state.done}/{self._state.budget} trials: {tally(self._state.outcomes).plain}"
 
-    def _best_words(self) -> str:
+    def _best_time(self) -> str:
         best = self._state.best
         if best is None or best.measurement is None:
             return "none yet"
         kind = "predicted " if self._state.predicted else ""
-        return f"{kind}{microseconds(best.measurement.median_us)} µs ({best.measurement.tflops:.0f} TFLOP/s) {best.variant}"
+        return f"{kind}{microseconds(best.measurement.median_us)} µs, {best.measurement.tflops:.0f} TFLOP/s"
 
     def _clock(self) -> str:
         state = self._state
@@ -124,5 +124,6 @@ class TuneProgress:
             Text(f"{state.done}/{state.budget} trials"),
             Text(state.phase or self._clock(), "dim", overflow="ellipsis", no_wrap=True),
         )
-        rows = facts((("best", Text(self._best_words(), overflow="ellipsis", no_wrap=True)), ("so far", tally(state.outcomes))))
+        variant = Text("") if state.best is None else Text(str(state.best.variant), "dim", overflow="ellipsis", no_wrap=True)
+        rows = facts((("best", Text(self._best_time())), ("", variant), ("trials", tally(state.outcomes))))
         return Group(Text(state.title, "bold", overflow="ellipsis", no_wrap=True), bar, rows)

@@ -13,6 +13,7 @@ from flashgen.model import ExecutorName, Measurement, Outcome, Variant, Verdict
 
 if TYPE_CHECKING:
     from flashgen.search import TuneResult
+    from flashgen.table import Change
 
 TOP = 8
 
@@ -20,17 +21,26 @@ TOP = 8
 def tune_report(result: TuneResult, comparison: Sequence[str] = ()) -> RenderableType:
     """One search: heading, best variants, entry, change of the table."""
     predicted = result.executor is ExecutorName.EMULATED
-    kind = Text(f"  {PREDICTED}", "yellow") if predicted else Text("  measured", "green")
-    heading = Text.assemble((f"{result.problem}", "bold"), f" on {device_text(result.device)}", kind)
+    kind = Text(PREDICTED, "yellow") if predicted else Text("measured", "green")
+    heading = Text.assemble((f"{result.problem}", "bold"), f"\n{device_text(result.device)}: ", kind)
     shown: list[tuple[str, RenderableType]] = [("trials", Text.assemble(tally(result.outcomes()), f" in {duration(result.seconds)}"))]
     if result.partial:
-        shown.append(("state", Text("interrupted before the final round: nothing was written; run the same command to go on", "yellow")))
+        shown.append(("state", Text("interrupted: nothing was written; run the same command to go on", "yellow")))
     if result.entry is not None:
         shown.append(("exact", certificate_text(result.entry.certificate)))
-    shown += [("against", line) for line in comparison]
+    shown += [("against", Text(line)) for line in comparison]
     if result.change is not None:
-        shown += [("table", Text(result.change.describe()))]
+        shown.append(("entry", change_text(result.change)))
+        shown.append(("table", str(result.change.path)))
     return Group(heading, Text(), top_table(result, predicted), Text(), facts(shown), Text())
+
+
+def change_text(change: Change) -> Text:
+    """What happened to the table: the difference to the old entry, or the new one."""
+    if change.written and change.old is None:
+        return Text(f"added: {change.new.variant.family} {params_text(change.new.variant)}")
+    head, *lines = change.describe().splitlines()
+    return Text("\n".join([head.partition(":")[0], *lines]))
 
 
 def top_table(result: TuneResult, predicted: bool) -> RenderableType:
