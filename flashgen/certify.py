@@ -99,6 +99,18 @@ def errors(executor: Executor, space: TileSizes, source: Source, seed: int) -> l
     return [run_case(executor, source, case, seed) for case in suite.full_suite(source.klass, tiles_of(space, source))]
 
 
+def describe(results: Sequence[CaseResult]) -> str:
+    """One line on a whole run of `errors`: exact, or an approximation with its largest error."""
+    failed = [result for result in results if result.failure]
+    if not failed:
+        return f"exact in {len(results)} cases; largest error {max(result.ratio for result in results):.2f} x that of the plain computation"
+    worst = max(failed, key=lambda result: result.ratio)
+    return (
+        f"approximation with error: {len(failed)} of {len(results)} cases fail; largest error {worst.max_error:.3g}, "
+        f"{worst.ratio:.3g} x that of the plain computation (allowed {BOUND:g}), in {worst.name}"
+    )
+
+
 def tiles_of(space: TileSizes, source: Source) -> Tiles:
     """Tile sizes of a variant: those of its constants, else 64."""
     constants = {name.lower(): int(value) for name, value in space.constants(source.klass, source.variant).items()}

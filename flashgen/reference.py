@@ -51,7 +51,7 @@ def encode(values: Floats, dtype: DType) -> NDArray[Any]:
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype is not DType.BFLOAT16:
             return values.astype(storage(dtype))
-        bits = np.ascontiguousarray(_round_to_odd(values)).view(np.uint32)
+        bits = np.asarray(_round_to_odd(values), order="C").view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint32(0x7FFF), rounded).astype(np.uint16)
 
@@ -90,7 +90,7 @@ def ulp_distance(left: NDArray[Any], right: NDArray[Any], dtype: DType) -> NDArr
 
 def _ordered(elements: NDArray[Any], dtype: DType) -> NDArray[np.int64]:
     """Integers in the order of the values; both zeros are 0."""
-    bits = np.ascontiguousarray(elements).view(np.uint32 if dtype is DType.FLOAT32 else np.uint16).astype(np.int64)
+    bits = np.asarray(elements, order="C").view(np.uint32 if dtype is DType.FLOAT32 else np.uint16).astype(np.int64)
     sign = 1 << (8 * dtype.bytes - 1)
     ordered: NDArray[np.int64] = np.where(bits & sign, -(bits & (sign - 1)), bits)
     return ordered

@@ -69,3 +69,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "home"
     monkeypatch.setenv("FLASHGEN_HOME", str(folder))
     yield folder
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Mutation tests as killed / planted and accepted / right, over all workers."""
+    ran = {outcome: [each.nodeid for each in terminalreporter.stats.get(outcome, []) if each.when == "call"] for outcome in ("passed", "failed")}
+    for words, mark in (("faults killed / planted", "_is_rejected["), ("right kernels accepted / given", "test_the_unmutated_")):
+        good, bad = (sum("test_mutations.py" in name and mark in name for name in ran[outcome]) for outcome in ("passed", "failed"))
+        if good + bad:
+            terminalreporter.write_line(f"mutation suite: {words}: {good} / {good + bad}")

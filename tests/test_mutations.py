@@ -6,6 +6,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from mutations import planted_model, planted_source
 from mutations.planted import Planted, PlantedInSource
 
 from flashgen import certify, device, render
-from flashgen.emulate import FAST, POLICIES, EmulatedExecutor, Policy
+from flashgen.emulate import FAST, POLICIES, EmulatedExecutor
 from flashgen.model import Certificate, DType, Mask, MaskKind, Op, Problem, ProblemClass, Source, Variant, Verdict
 from flashgen.space import Space, load_space
 
@@ -56,7 +57,15 @@ def test_a_fault_in_the_model_kernel_is_rejected(fault: Planted) -> None:
 
 H200 = device.preset("h200")
 USUAL = {
-    "ampere_forward": {"block_q": 32, "block_kv": 32, "num_warps": 2, "num_stages": 2, "q_in_registers": 0, "ctas_per_sm": 1, "tile_order": 0},
+    "ampere_forward": {
+        "block_q": 32,
+        "block_kv": 32,
+        "num_warps": 2,
+        "num_stages": 2,
+        "q_in_registers": 0,
+        "ctas_per_sm": 1,
+        "tile_order": 0,
+    },
     "simt_forward": {"block_q": 32, "block_kv": 16, "rows_per_team": 2, "lanes_per_team": 8, "tile_order": 0},
 }
 
@@ -70,16 +79,11 @@ def rendered(family: str, klass: ProblemClass, changes: Mapping[str, int]) -> tu
     return space, render.render(space, klass, bound.variant(params)), problem
 
 
-def judged(space: Space, source: Source, problem: Problem, policy: Policy, *, quick: bool) -> Certificate:
-    """The gate's judgement under one schedule; a run of its own process, since a fault may crash or hang."""
-    executor = EmulatedExecutor(H200, policy, deadline_s=10.0)
-    return (certify.quick if quick else certify.full)(executor, space, source, problem, seed=5)
-
-
-def rejection(space: Space, source: Source, problem: Problem) -> str:
-    """Why the gate rejects a source, or ''. The quick suite under every schedule, then the full one under the fastest."""
-    for policy, quick in [*((policy, True) for policy in POLICIES), (FAST, False)]:
-        certificate = judged(space, source, problem, policy, quick=quick)
+def rejection(space: Space, source: Source, problem: Problem, *, isolated: bool = True) -> str:
+    """Why the gate rejects a source, or ''. The quick suite under every schedule, then the full one under the fastest schedule."""
+    for policy, quick in [(FAST, True), *((policy, True) for policy in POLICIES), (FAST, False)]:
+        executor = EmulatedExecutor(H200, policy, isolated, deadline_s=10.0)  # isolated, since a fault may crash or hang
+        certificate = (certify.quick if quick else certify.full)(executor, space, source, problem, seed=5)
         if certificate.verdict is Verdict.INEXACT:
             return certificate.failure
     return ""
@@ -90,16 +94,24 @@ def klass_of(fault: PlantedInSource) -> ProblemClass:
     return ProblemClass(Op.FORWARD, fault.dtype, fault.head_dim, fault.head_dim_v, fault.mask)
 
 
+SOURCE_FAULTS = [
+    pytest.param(fault, id=f"{fault.family}: {fault.name}", marks=[pytest.mark.slow] if fault.slow else [])
+    for fault in planted_source.PLANTED
+]
+SOURCES = sorted({(f.family, f.mask, f.head_dim, f.head_dim_v, *sorted((f.changes or {}).items())) for f in planted_source.PLANTED})
+
+
 @pytest.mark.emulated
-@pytest.mark.parametrize("fault", planted_source.PLANTED, ids=lambda fault: f"{fault.family}: {fault.name}")
+@pytest.mark.parametrize("fault", SOURCE_FAULTS)
 def test_a_fault_in_a_rendered_source_is_rejected(fault: PlantedInSource) -> None:
     space, source, problem = rendered(fault.family, klass_of(fault), fault.changes or {})
     assert rejection(space, replace(source, text=fault.apply(source.text)), problem), f"{fault.name} passed the gate"
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("case", sorted({(f.family, f.mask, f.head_dim, f.head_dim_v, *sorted((f.changes or {}).items())) for f in planted_source.PLANTED}), ids=str)
-def test_the_unmutated_sources_are_exact(case: tuple) -> None:
+@pytest.mark.parametrize("case", SOURCES, ids=str)
+def test_the_unmutated_sources_are_exact(case: tuple[Any, ...]) -> None:
     family, mask, head_dim, head_dim_v, *changes = case
     dtype = DType.FLOAT32 if family == "simt_forward" else DType.BFLOAT16
-    assert rejection(*rendered(family, ProblemClass(Op.FORWARD, dtype, head_dim, head_dim_v, mask), dict(changes))) == ""
+    klass = ProblemClass(Op.FORWARD, dtype, head_dim, head_dim_v, mask)
+    assert rejection(*rendered(family, klass, dict(changes)), isolated=False) == ""

@@ -2,6 +2,7 @@
 
 Mutations replace lines of this text, so every step has its own line.
 """
+# ruff: noqa: ANN001, ANN201
 
 from __future__ import annotations
 

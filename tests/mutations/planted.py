@@ -35,3 +35,4 @@ class PlantedInSource(Planted):
     changes: Mapping[str, int] | None = None
     head_dim: int = 64
     head_dim_v: int = 64
+    slow: bool = False  # arithmetic that the model kernel's faults cover too; run with --full
