@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "paths", "model", "yaml_io"),
     ("expression", "space_file", "space", "render", "launch", "reference", "device", "cost", "table_schema", "table"),
     ("cubins", "gpu", "compiler", "runtime", "emulate"),
-    ("cases", "suite", "certify", "compare", "telemetry", "timing", "peers", "bench", "worker"),
+    ("cases", "suite", "certify", "compare", "approximate", "telemetry", "timing", "peers", "bench", "worker", "side_by_side"),
     ("strategy", "study", "evaluators", "search"),
     ("doctor", "console", "cli", "__main__"),
 )
