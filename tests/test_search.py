@@ -1,0 +1,592 @@
+"""The search, with simulated kernels: what it proposes, how it fails, stops and resumes, who wins, what enters the table."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashgen import cost, device, search, table, timing
+from flashgen.errors import (
+    CompileError,
+    EmptySpace,
+    InvalidProblem,
+    InvalidTable,
+    LaunchError,
+    MissingDependency,
+    UnsupportedProblem,
+    WorkerLost,
+)
+from flashgen.evaluators import Decision, DeviceEvaluator, ReplayEvaluator, Toolchain, outcome_of
+from flashgen.model import (
+    Certificate,
+    CompileReport,
+    DeviceLimits,
+    DType,
+    ExecutorName,
+    Mask,
+    Measurement,
+    Outcome,
+    Problem,
+    Source,
+    Trial,
+    Variant,
+    Verdict,
+)
+from flashgen.space import BoundSpace, load_space
+from flashgen.strategy import Strategy
+from flashgen.study import read_study
+from flashgen.trials import Event, TrialEnded, run_trials
+
+H200 = device.preset("h200")
+PROBLEM = Problem(DType.FLOAT16, 64, 64, 2, 4, 4, 1024, 1024, Mask.causal())
+RECORDED = Path(__file__).parent / "recorded"
+SIMT = ["simt_forward"]
+SMALL = replace(H200, name="a GPU with little shared memory", shared_bytes_per_cta=20 * 1024, shared_bytes_per_sm=21 * 1024)
+
+
+def luck(variant: Variant, salt: str = "") -> float:
+    """A number in [0, 1) that belongs to the variant."""
+    return int(hashlib.sha256(f"{salt}{variant}".encode()).hexdigest()[:8], 16) / 2**32
+
+
+class Simulated:
+    """An evaluator whose kernels exist in the imagination only. Times are the cost model's, disturbed per variant and family trait."""
+
+    executor = ExecutorName.DEVICE
+    jobs = 4
+    finalists = 5
+
+    def __init__(self, bounds: Sequence[BoundSpace], problem: Problem, limits: DeviceLimits, seed: int) -> None:
+        self.bounds = {bound.space.family: bound for bound in bounds}
+        self.problem, self.seed = problem, seed
+        self.ran: list[Variant] = []
+        self.prepared: list[Variant] = []
+        self.closed = False
+        self.fails: Callable[[int, Variant], Exception | Trial | None] = lambda number, variant: None
+        self.inexact: Callable[[Variant], bool] = lambda variant: False
+        self.noise = 0.0
+        self.text = ""
+        self.interleaved: list[tuple[list[Variant], list[Variant]]] = []
+
+    def true_us(self, variant: Variant) -> float:
+        params = variant.as_dict()
+        trait = 1.0 + 0.4 * (params.get("rows_per_team", 4) != 4) + 0.3 * (params.get("lanes_per_team", 16) != 16)
+        return cost.roofline_us(self.bounds[variant.family], variant) * trait * (1.0 + 0.2 * luck(variant))
+
+    def nvrtc(self) -> str:
+        return "13.0"
+
+    def toolchain(self) -> Toolchain:
+        return Toolchain("13.0", "580.65", "14.2.0")
+
+    def source(self, variant: Variant) -> Source:
+        digest = hashlib.sha256(f"{variant}{self.text}".encode()).hexdigest()
+        return Source(variant.family, self.problem.klass(), variant, "", digest, (), 50)
+
+    def prepare(self, variant: Variant) -> None:
+        self.prepared.append(variant)
+
+    def report(self, variant: Variant) -> CompileReport:
+        return CompileReport("ab" * 32, 128, 0, 0, 0, (), 0.1, "13.0", ("--gpu-architecture=sm_90",))
+
+    def evaluate(self, variant: Variant, best_us: float | None) -> Trial:
+        self.ran.append(variant)
+        failure = self.fails(len(self.ran), variant)
+        if isinstance(failure, BaseException):
+            raise failure
+        if failure is not None:
+            return replace(failure, source_digest=self.source(variant).digest)
+        us = self.true_us(variant)
+        return Trial(variant, Outcome.OK, "", self.measured(us), self.report(variant), self.source(variant).digest)
+
+    def measured(self, us: float) -> Measurement:
+        return Measurement(us, us * 0.99, us * 1.01, 50, 100.0)
+
+    def certify(self, variant: Variant) -> Certificate:
+        verdict = Verdict.INEXACT if self.inexact(variant) else Verdict.EXACT
+        failure = "rising-0: o[0, 0, 3, 1] is off" if verdict is Verdict.INEXACT else ""
+        return Certificate(verdict, "attention-forward/1", "cd" * 32, self.executor, 61, 21, 0.7, "ragged-0", 1e-7, failure)
+
+    def decide(self, finalists: Sequence[Variant], incumbents: Sequence[Variant], trials: dict[Variant, Trial]) -> Decision:
+        self.interleaved.append((list(finalists), list(incumbents)))
+        rng = random.Random(self.seed)
+        samples = {
+            str(variant): [self.true_us(variant) * (1.0 + self.noise * rng.uniform(-1, 1)) for _ in range(20)] for variant in finalists
+        }
+        winner = timing.choose(samples, [str(variant) for variant in incumbents])
+        times = {variant: timing.measurement(samples[str(variant)], 1e9) for variant in finalists}
+        return Decision(next(variant for variant in finalists if str(variant) == winner), times)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLASHGEN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+Setup = Callable[[Simulated], None]
+
+
+def tune(
+    setup: Setup = lambda _: None, problem: Problem = PROBLEM, limits: DeviceLimits = H200, **options: Any
+) -> tuple[search.TuneResult, Simulated]:
+    """A search with a simulated evaluator; returns both."""
+    made: list[Simulated] = []
+
+    def make(*arguments: Any) -> Simulated:
+        made.append(Simulated(*arguments))
+        setup(made[0])
+        return made[0]
+
+    options = {"budget": 20, "families": SIMT, "make_evaluator": make} | options
+    return search.tune(problem, limits, **options), made[0]
+
+
+def failing(outcomes: dict[int, Outcome]) -> Setup:
+    def setup(simulated: Simulated) -> None:
+        simulated.fails = lambda number, variant: Trial(variant, outcomes[number], f"trial {number}") if number in outcomes else None
+
+    return setup
+
+
+# ------------------------------------------------------------------------------------------------------------ the straight way
+
+
+@pytest.mark.usefixtures("home")
+def test_the_winner_lands_in_the_table_with_its_provenance() -> None:
+    result, simulated = tune(budget=20, seed=3)
+    assert result.entry is not None
+    assert result.change is not None
+    assert not result.partial
+    best = min(simulated.ran, key=simulated.true_us)
+    assert result.entry.variant == best
+    assert table.read(result.change.path, strict=True, check=search.space_check).find(PROBLEM) == replace(
+        result.entry, certificate=table.read(result.change.path, strict=True).entries[0].certificate
+    )
+    made = result.entry.provenance
+    assert (made.seed, made.measured, made.sampler, made.nvrtc, made.driver) == (3, 20, "tpe", "13.0", "580.65")
+    assert result.entry.measurement.source == "measured"
+    assert simulated.closed
+
+
+def test_every_finished_trial_is_on_disk_before_the_next_begins(home: Path) -> None:
+    seen: list[int] = []
+
+    def setup(simulated: Simulated) -> None:
+        def look(number: int, _: Variant) -> None:
+            (path,) = (home / "studies").glob("*.jsonl")
+            seen.append(len(read_study(path).trials))
+
+        simulated.fails = look
+
+    tune(setup, budget=6)
+    assert seen[:6] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.usefixtures("home")
+def test_compilation_runs_ahead_of_measuring() -> None:
+    ahead: list[int] = []
+
+    def setup(simulated: Simulated) -> None:
+        simulated.fails = lambda number, variant: ahead.append(len(simulated.prepared) - number)
+
+    tune(setup, budget=20)
+    assert max(ahead) >= 4
+    assert min(ahead[:20]) >= 0
+
+
+# ------------------------------------------------------------------------------------------------------------- the strategy
+
+
+def drive(strategy: Strategy, simulated: Simulated, budget: int) -> list[Trial]:
+    return [trial for trial, _ in run_trials(strategy, simulated, None, budget, time.monotonic(), None)]
+
+
+def bound(family: str = "simt_forward", problem: Problem = PROBLEM, limits: DeviceLimits = H200) -> BoundSpace:
+    return load_space(family).bind(problem, limits)
+
+
+def test_a_feasible_set_within_the_budget_is_enumerated_once_and_then_the_search_ends() -> None:
+    spaces = [bound()]
+    strategy, simulated = Strategy(spaces, 10_000, 0), Simulated(spaces, PROBLEM, H200, 0)
+    drive(strategy, simulated, 10_000)
+    assert strategy.sampler == "enumeration"
+    assert sorted(map(str, simulated.ran)) == sorted(map(str, spaces[0].feasible()))
+    assert strategy.next() is None
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.COMPILE_FAILED])
+def test_no_variant_is_proposed_twice_even_if_all_fail(outcome: Outcome) -> None:
+    spaces = [bound(limits=SMALL)]
+    feasible = len(spaces[0].feasible())
+    assert 20 < feasible < 80
+    strategy, simulated = Strategy(spaces, feasible - 1, 1), Simulated(spaces, PROBLEM, H200, 0)
+    if outcome is not Outcome.OK:
+        simulated.fails = lambda number, variant: Trial(variant, outcome)
+    drive(strategy, simulated, feasible + 50)
+    assert strategy.sampler == "tpe"
+    assert len(simulated.ran) == len(set(simulated.ran)) == feasible
+    assert strategy.next() is None
+
+
+def test_seeds_come_first_then_the_cost_models_best() -> None:
+    spaces = [bound()]
+    ranked = sorted(spaces[0].feasible(), key=lambda variant: cost.roofline_us(spaces[0], variant))
+    strategy = Strategy(spaces, 30, 0)
+    proposed = [strategy.next() for _ in range(14)]
+    seeds = spaces[0].seeds()
+    assert proposed[: len(seeds)] == seeds
+    assert proposed[len(seeds) :][:5] == [variant for variant in ranked if variant not in seeds][:5]
+
+
+@pytest.mark.parametrize("in_flight", [1, 8])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_sampler_comes_near_the_optimum_where_the_cost_model_is_wrong(seed: int, in_flight: int) -> None:
+    problem = replace(PROBLEM, head_dim=128, head_dim_v=128)
+    spaces = [bound("ampere_forward", problem)]
+    feasible = spaces[0].feasible()
+    assert len(feasible) > 500
+
+    def hidden_us(variant: Variant) -> float:  # what wins is far from what the model likes
+        params = variant.as_dict()
+        misses = abs(params["block_q"] - 64) / 64 + abs(params["block_kv"] - 32) / 32 + (params["num_stages"] != 2) + params["tile_order"]
+        return 100.0 * (1.0 + 0.25 * misses) * (1.0 + 0.05 * luck(variant))
+
+    simulated = Simulated(spaces, problem, H200, 0)
+    simulated.true_us = hidden_us  # type: ignore[method-assign]
+    strategy = Strategy(spaces, 60, seed)
+    started = time.monotonic()
+    trials = [trial for trial, _ in run_trials(strategy, simulated, None, 60, started, None, in_flight=in_flight)]
+    optimum = min(map(hidden_us, feasible))
+    assert min(trial.measurement.median_us for trial in trials if trial.measurement) <= 1.05 * optimum
+    head = min(hidden_us(variant) for variant in simulated.ran[:13])
+    assert head > 1.2 * optimum, "otherwise the sampler had nothing to do"
+
+
+def test_the_same_seed_and_results_give_the_same_proposals() -> None:
+    def proposals(seed: int) -> list[Variant]:
+        spaces = [bound()]
+        simulated = Simulated(spaces, PROBLEM, H200, 0)
+        drive(Strategy(spaces, 40, seed), simulated, 40)
+        return simulated.ran
+
+    assert proposals(1) == proposals(1)
+    assert proposals(1) != proposals(2)
+
+
+def test_a_family_predicted_hopeless_gets_one_trial() -> None:
+    problem = replace(PROBLEM, head_dim=128, head_dim_v=128, seqlen_q=4096, seqlen_kv=4096)
+    spaces = [bound("ampere_forward", problem), bound("simt_forward", problem)]
+    simulated = Simulated(spaces, problem, H200, 0)
+    drive(Strategy(spaces, 30, 0), simulated, 30)
+    assert sum(variant.family == "simt_forward" for variant in simulated.ran) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------------ failures
+
+
+@pytest.mark.usefixtures("home")
+def test_failing_variants_cost_their_own_trial_and_are_never_retried() -> None:
+    bad = {2: Outcome.COMPILE_FAILED, 3: Outcome.SPILLED, 5: Outcome.LAUNCH_FAILED, 7: Outcome.INEXACT, 11: Outcome.TIMED_OUT}
+    result, simulated = tune(failing(bad), budget=20)
+    assert result.outcomes() == dict.fromkeys(bad.values(), 1) | {Outcome.OK: 15}
+    assert len(set(simulated.ran)) == len(simulated.ran) == 20
+    assert result.entry is not None
+    assert result.entry.variant == min((trial.variant for trial in result.trials if trial.outcome is Outcome.OK), key=simulated.true_us)
+
+
+class BadChild:
+    """A measuring child that is lost, as the real one reports it, at given trials."""
+
+    def __init__(self, reasons: dict[int, Exception]) -> None:
+        self.reasons, self.calls = reasons, list[str]()
+
+    def call(self, culprit: str, task: object, *arguments: object, deadline_s: float | None = None) -> object:
+        from flashgen.bench import Timed
+
+        self.calls.append(culprit)
+        if len(self.calls) in self.reasons:
+            raise self.reasons[len(self.calls)]
+        return Timed(None, Measurement(100.0, 99.0, 101.0, 50, 1.0))
+
+    def kill(self) -> str:
+        return ""
+
+
+def test_a_lost_child_is_blamed_on_the_variant_that_ran_and_on_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: dict[int, Exception] = {
+        5: WorkerLost("illegal address", "poisoned"), 10: WorkerLost("trap", "died"), 15: WorkerLost("hang", "timed_out"),
+        20: LaunchError("out of memory"),
+    }  # fmt: skip
+    spaces = [bound()]
+    evaluator = DeviceEvaluator(spaces, PROBLEM, H200, 0)
+    child = BadChild(lost)
+    evaluator.child = child  # type: ignore[assignment]
+    monkeypatch.setattr(evaluator, "prepare", lambda variant: None)
+    monkeypatch.setattr(evaluator, "compiled", lambda variant: type("Compiled", (), {"report": Simulated.report(None, variant)})())  # type: ignore[arg-type]
+    trials = [trial for trial, _ in run_trials(Strategy(spaces, 50, 0), evaluator, None, 50, time.monotonic(), None)]
+    evaluator.close()
+    wrong = {number: trial.outcome for number, trial in enumerate(trials, 1) if trial.outcome is not Outcome.OK}
+    assert wrong == {5: Outcome.LAUNCH_FAILED, 10: Outcome.LAUNCH_FAILED, 15: Outcome.TIMED_OUT, 20: Outcome.LAUNCH_FAILED}
+    assert all(str(trials[number - 1].variant) == child.calls[number - 1] for number in wrong)
+    assert sum(trial.outcome is Outcome.OK for trial in trials) == 46
+
+
+@pytest.mark.parametrize("error", [WorkerLost("no start", "not_started"), MissingDependency("no NVRTC")])
+def test_an_error_that_no_variant_caused_ends_the_search(error: Any) -> None:
+    with pytest.raises(type(error)):
+        outcome_of(error)
+    assert outcome_of(CompileError("x")) is Outcome.COMPILE_FAILED
+
+
+@pytest.mark.usefixtures("home")
+def test_when_every_trial_fails_the_fallback_wins() -> None:
+    def setup(simulated: Simulated) -> None:
+        simulated.fails = lambda number, variant: Trial(variant, Outcome.COMPILE_FAILED, "error: no such instruction")
+
+    result, _ = tune(setup, budget=5)
+    assert result.entry is not None
+    assert result.entry.variant == bound().fallback()
+
+
+@pytest.mark.usefixtures("home")
+def test_when_nothing_is_exact_one_error_says_why_and_nothing_is_written() -> None:
+    def setup(simulated: Simulated) -> None:
+        simulated.inexact = lambda variant: True
+
+    with pytest.raises(EmptySpace, match="rising-0"):
+        tune(setup, budget=5)
+    assert not list(table.table_path(H200).parent.glob("*.yaml"))
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("limit", [{"seconds": 0.0}, {"budget": 0}])
+def test_no_time_and_no_budget_still_give_the_fallback(limit: dict[str, Any]) -> None:
+    result, simulated = tune(**limit)
+    assert simulated.ran == []
+    assert result.entry is not None
+    assert result.entry.variant == bound().fallback()
+
+
+def test_a_device_on_which_nothing_fits_is_named_with_limit_and_need() -> None:
+    tiny = replace(H200, name="toy", shared_bytes_per_cta=1024, shared_bytes_per_sm=2048)
+    with pytest.raises(EmptySpace, match=r"shared_bytes.*1024"):
+        tune(limits=tiny)
+
+
+def test_a_problem_that_no_family_computes_lists_the_reasons() -> None:
+    with pytest.raises(UnsupportedProblem, match=r"ampere_forward: .*\n.*simt_forward: .*head_dim"):
+        tune(problem=replace(PROBLEM, head_dim=7), families=None)
+
+
+def test_an_unknown_family_and_an_empty_problem_are_refused() -> None:
+    with pytest.raises(UnsupportedProblem, match="There is no family magic"):
+        tune(families=["magic"])
+    with pytest.raises(InvalidProblem, match="nothing to time"):
+        tune(problem=replace(PROBLEM, seqlen_q=0))
+
+
+def test_a_faulty_table_is_refused_before_anything_runs(home: Path) -> None:
+    path = table.table_path(H200)
+    path.parent.mkdir(parents=True)
+    path.write_text("schema: flashgen.table/9\n")
+    with pytest.raises(InvalidTable, match="only"):
+        tune(table=path)
+    assert path.read_text() == "schema: flashgen.table/9\n"
+    assert not (home / "studies").exists()
+
+
+# --------------------------------------------------------------------------------------------------------- the final round
+
+
+@pytest.mark.usefixtures("home")
+def test_an_inexact_finalist_never_wins_and_the_next_best_takes_its_place() -> None:
+    def setup(simulated: Simulated) -> None:
+        order: list[Variant] = []
+        simulated.inexact = lambda variant: variant in (order or order.extend(sorted(simulated.ran, key=simulated.true_us)[:2]) or order)
+
+    result, simulated = tune(setup)
+    assert result.entry is not None
+    ranked = sorted(simulated.ran, key=simulated.true_us)
+    assert result.entry.variant == ranked[2]
+    challengers = [finalist.variant for finalist in result.finalists if finalist.role == "challenger"]
+    assert sorted(map(str, challengers)) == sorted(map(str, ranked[2:7])), "five exact ones"
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(("gain", "kept"), [(0.98, True), (0.5, False)], ids=["within the noise", "clearly faster"])
+def test_a_challenger_replaces_the_table_entry_only_when_clearly_faster(gain: float, kept: bool) -> None:
+    first, simulated = tune(budget=10)
+    assert first.entry is not None
+    holder, other = first.entry.variant, next(variant for variant in bound().feasible() if variant not in simulated.ran)
+
+    def setup(simulated: Simulated) -> None:
+        plain = simulated.true_us
+        simulated.noise = 0.15
+        simulated.true_us = lambda variant: plain(holder) * gain if variant == other else plain(variant)  # type: ignore[method-assign]
+
+    second, simulated = tune(setup, budget=10_000, fresh=True)
+    assert second.entry is not None
+    assert simulated.interleaved[0][1][0] == holder
+    assert (second.entry.variant == holder) is kept
+    assert second.entry.variant in (holder, other)
+
+
+def test_noise_and_a_throttle_do_not_make_the_choice_worse_than_the_default(home: Path) -> None:
+    def setup(simulated: Simulated) -> None:
+        def measured(us: float) -> Measurement:
+            slow = 1.2 if len(simulated.ran) > 60 else 1.0
+            return Simulated.measured(simulated, us * slow * (1.0 + 0.15 * (2 * luck(simulated.ran[-1], "noise") - 1)))
+
+        simulated.measured = measured  # type: ignore[method-assign]
+        simulated.true_us = lambda variant: 100.0 * (1.0 + 0.03 * luck(variant))  # type: ignore[method-assign]
+        simulated.noise = 0.15
+
+    winners = [tune(setup, budget=80, fresh=True, seed=seed, table=home / f"{seed}.yaml") for seed in range(3)]
+    fallback = bound().fallback()
+    for result, simulated in winners:
+        assert result.entry is not None
+        assert simulated.true_us(result.entry.variant) <= 1.02 * simulated.true_us(fallback)
+    again, _ = tune(setup, budget=80, fresh=True, seed=0, table=home / "again.yaml")
+    assert again.entry is not None
+    assert winners[0][0].entry is not None
+    assert again.entry.variant == winners[0][0].entry.variant
+
+
+@pytest.mark.usefixtures("home")
+def test_a_predicted_search_leaves_a_measured_entry_alone() -> None:
+    measured, _ = tune()
+
+    def setup(simulated: Simulated) -> None:
+        simulated.executor = ExecutorName.EMULATED
+        simulated.measured = lambda us: Measurement(us, us, us, 0, 1.0, source="predicted")  # type: ignore[method-assign]
+        simulated.decide = lambda finalists, incumbents, trials: Decision(  # type: ignore[method-assign]
+            finalists[0],
+            {variant: trials[variant].measurement for variant in finalists},  # type: ignore[misc]
+        )
+
+    predicted, _ = tune(setup, executor=ExecutorName.EMULATED)
+    assert predicted.change is not None
+    assert not predicted.change.written
+    assert "never replaced" in predicted.change.describe()
+    assert predicted.entry is not None
+    assert predicted.entry.provenance.measured == 0
+    assert table.read(predicted.change.path, strict=True).entries[0].variant == measured.entry.variant  # type: ignore[union-attr]
+
+
+# ----------------------------------------------------------------------------------------------------------- stop and resume
+
+
+@pytest.mark.usefixtures("home")
+def test_an_interrupt_gives_a_partial_result_and_the_next_start_finishes_it() -> None:
+    def setup(simulated: Simulated) -> None:
+        simulated.fails = lambda number, variant: KeyboardInterrupt() if number == 13 else None  # type: ignore[return-value]
+
+    stopped, first = tune(setup, budget=20)
+    assert stopped.partial
+    assert stopped.entry is None
+    assert stopped.best is not None
+    assert stopped.best.variant == min(first.ran[:12], key=first.true_us)
+    assert not table.table_path(H200).exists()
+    assert first.closed
+    events: list[Event] = []
+    finished, second = tune(budget=20, progress=events.append)
+    assert not finished.partial
+    assert second.ran[0] == first.ran[12], "the trial that was cut off runs again"
+    assert not set(second.ran) & set(first.ran[:12])
+    assert len(finished.trials) == 20
+    assert [event.from_record for event in events if isinstance(event, TrialEnded)] == [True] * 12 + [False] * 8
+    uninterrupted, whole = tune(budget=20, fresh=True)
+    assert [trial.variant for trial in uninterrupted.trials] == [trial.variant for trial in finished.trials], whole
+
+
+@pytest.mark.usefixtures("home")
+def test_a_trial_whose_source_has_changed_runs_again() -> None:
+    tune(budget=8)
+
+    def setup(simulated: Simulated) -> None:
+        simulated.text = "a new template"
+
+    _, changed = tune(setup, budget=8)
+    assert len(changed.ran) == 8
+    _, same = tune(setup, budget=8)
+    assert same.ran == []
+
+
+@pytest.mark.usefixtures("home")
+def test_an_unusable_table_entry_is_no_incumbent() -> None:
+    first, _ = tune()
+    assert first.entry is not None
+    assert first.change is not None
+    broken = replace(first.entry, variant=Variant.of("simt_forward", first.entry.variant.as_dict() | {"block_q": 17}))
+    table.merge(first.change.path, H200, broken)
+    result, simulated = tune(fresh=True)
+    assert result.entry is not None
+    assert simulated.interleaved[0][1] == [bound().fallback()]
+    assert search.space_check(broken) is not None
+
+
+SLOW = """
+import sys, time
+from tests.test_search import *
+class Slow(Simulated):
+    def evaluate(self, variant, best_us):
+        trial = super().evaluate(variant, best_us)
+        time.sleep(0.03)
+        return trial
+def say(event):
+    if isinstance(event, TrialEnded) and not event.from_record: print(event.trial.variant, flush=True)
+result = search.tune(PROBLEM, H200, budget=200, families=SIMT, make_evaluator=Slow, progress=say)
+print("partial" if result.partial else "complete", flush=True)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda sent: sent.name)
+def test_a_signal_ends_the_search_within_two_seconds_and_loses_no_trial(home: Path, sent: signal.Signals) -> None:
+    root = Path(__file__).resolve().parents[1]
+    process = subprocess.Popen([sys.executable, "-c", SLOW], cwd=root, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    assert process.stdout is not None
+    told = [process.stdout.readline().strip() for _ in range(6)]
+    process.send_signal(sent)
+    started = time.monotonic()
+    rest = process.stdout.read().splitlines()
+    process.wait(10)
+    assert time.monotonic() - started < 2.0
+    assert (rest[-1:] == ["partial"]) is (sent is not signal.SIGKILL)
+    told += [line for line in rest if line.startswith("simt")]
+    (path,) = (home / "studies").glob("*.jsonl")
+    kept = [str(trial.variant) for trial in read_study(path).trials]
+    assert kept[: len(told)] == told
+    assert len(kept) <= len(told) + 1
+
+
+# ------------------------------------------------------------------------------------------------------------------- replay
+
+
+@pytest.mark.parametrize("path", sorted(RECORDED.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_the_search_finds_the_best_of_a_recorded_study(path: Path) -> None:
+    """Every outcome and time of the recording is real; the search sees them in its own order."""
+    recorded = read_study(path)
+    replay = ReplayEvaluator(recorded)
+    known = set(replay.recorded)
+    spaces = [load_space(family).bind(recorded.header.problem, recorded.header.device) for family in recorded.header.spaces]
+    budget = min(60, len(known) // 2)
+    best = []
+    for seed in range(3):
+        trials = [trial for trial, _ in run_trials(Strategy(spaces, budget, seed), replay, None, budget, time.monotonic(), None)]
+        best.append(min(trial.measurement.median_us for trial in trials if trial.outcome is Outcome.OK and trial.measurement))
+    assert sorted(best)[1] <= 1.05 * replay.best_us, [us / replay.best_us for us in best]
