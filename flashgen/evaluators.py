@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Protocol
 
 from flashgen import cost
-from flashgen.errors import CompileError, EmptySpace, EmulationFault, FlashgenError, LaunchError, StudyMismatch, WorkerLost
+from flashgen.errors import CompileError, EmulationFault, FlashgenError, LaunchError, StudyMismatch, WorkerLost
 from flashgen.model import (
     Certificate,
     CompileReport,
@@ -188,7 +188,9 @@ class DeviceEvaluator(_Compiling):
         from flashgen.bench import open_device
         from flashgen.worker import MeasuringChild
 
-        self.child: MeasuringChild = MeasuringChild(open_device, index, deadline_s=TRIAL_SECONDS)
+        # A certificate multiplies many small matrices; on a big host, BLAS threads that wait for each other make it several times slower.
+        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self.child: MeasuringChild = MeasuringChild(open_device, index, deadline_s=TRIAL_SECONDS, environment=one_thread)
         self.comparison: Comparison | None = None
 
     def toolchain(self) -> Toolchain:
@@ -286,7 +288,7 @@ class PredictedEvaluator(_Compiling):
         known = {variant: trials.get(variant) or self.evaluate(variant, None) for variant in finalists}
         predicted = {variant: trial.measurement for variant, trial in known.items() if trial.measurement}
         if not predicted:
-            raise EmptySpace(f"{finalists[0]} cannot run: {known[finalists[0]].detail}. Name another device with --gpu.")
+            raise LaunchError(f"{finalists[0]} cannot run: {known[finalists[0]].detail}. Name another device with --gpu.")
         winner = min(predicted, key=lambda variant: (predicted[variant].median_us, str(variant)))
         return Decision(winner, predicted)
 
@@ -346,17 +348,9 @@ def certify_task(state: MeasuringState, source: Source, compiled: Compiled, prob
     return certify.full(state.executor, load_space(source.family), source, problem, seed)
 
 
-def driver_task(_: MeasuringState) -> str:
-    """In the measuring child: the driver's version, or the CUDA version that it supports where NVML is absent."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:  # NVML is optional, and it fails in many ways
-        from flashgen.gpu import cupy
-
-        return f"CUDA {cupy().cuda.runtime.driverGetVersion()}"
+def driver_task(state: MeasuringState) -> str:
+    """In the measuring child: the driver's version; empty where NVML is absent."""
+    return state.telemetry.driver_version()
 
 
 def _refused(executor: ExecutorName, failure: str) -> Certificate:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from flashgen import table as tables
 from flashgen.cost import roofline_us
-from flashgen.errors import EmptySpace, InfeasibleVariant, InvalidProblem, InvalidSpace, UnsupportedProblem
+from flashgen.errors import EmptySpace, InfeasibleVariant, InvalidProblem, InvalidSpace, LaunchError, UnsupportedProblem
 from flashgen.evaluators import DeviceEvaluator, Evaluator, PredictedEvaluator
 from flashgen.model import (
     Certificate,
@@ -93,7 +93,8 @@ def tune(
 
     `budget` counts trials, `seconds` limits the time of the trials (the final round comes on top); `fresh` forgets an earlier search. With
     the emulated executor nothing is timed and everything is marked predicted. Ctrl-C and SIGTERM end the search with a partial result.
-    Raises InvalidProblem, UnsupportedProblem, EmptySpace, InvalidTable, NotWritable, MissingDependency.
+    Raises InvalidProblem, UnsupportedProblem, EmptySpace, InvalidTable, NotWritable, MissingDependency before anything runs, and
+    LaunchError when nothing that ran could be used.
     """
     started = time.monotonic()
     path = table or tables.table_path(device)
@@ -221,12 +222,10 @@ class _Run:
         incumbents = self._incumbents(old)
         self.progress(FinalRound((*(trial.variant for trial in ranked[: self.evaluator.finalists]), *incumbents)))
         certificates = self._exact([trial.variant for trial in ranked], self.evaluator.finalists)
-        refused = {variant: found for variant, found in certificates.items() if found.verdict is not Verdict.EXACT}
-        if not ranked or incumbents:
-            certificates |= self._certified([variant for variant in incumbents if variant not in certificates])
+        certificates |= self._certified([variant for variant in incumbents if variant not in certificates])
         exact = [variant for variant, found in certificates.items() if found.verdict is Verdict.EXACT]
         if not exact:
-            raise EmptySpace(self._why_nothing(certificates or refused))
+            raise LaunchError(self._why_nothing(certificates))
         decision = self.evaluator.decide(exact, [variant for variant in incumbents if variant in exact], self.journal.trials)
         found = [
             Finalist(variant, incumbents.get(variant, "challenger"), certificates[variant], decision.measurements.get(variant))
@@ -270,7 +269,7 @@ class _Run:
         winner = finalists[0]
         measurement = winner.measurement
         if measurement is None:
-            raise EmptySpace(f"{winner.variant} could not be timed. Run again; the trials are kept.")
+            raise LaunchError(f"{winner.variant} could not be timed. Run again; the trials are kept.")
         second = next((finalist for finalist in finalists[1:] if finalist.measurement), None)
         report = self.evaluator.report(winner.variant)
         return TableEntry(

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("expression", "space_file", "space", "render", "launch", "reference", "device", "cost", "table_schema", "table"),
     ("cubins", "gpu", "compiler", "runtime", "emulate"),
     ("cases", "suite", "certify", "compare", "approximate", "telemetry", "timing", "peers", "bench", "worker", "side_by_side"),
-    ("strategy", "study", "evaluators", "search"),
+    ("strategy", "study", "evaluators", "trials", "search"),
     ("doctor", "console", "cli", "__main__"),
 )
 OWNERS = {

@@ -368,7 +368,7 @@ def test_when_nothing_is_exact_one_error_says_why_and_nothing_is_written() -> No
     def setup(simulated: Simulated) -> None:
         simulated.inexact = lambda variant: True
 
-    with pytest.raises(EmptySpace, match="rising-0"):
+    with pytest.raises(LaunchError, match="rising-0"):
         tune(setup, budget=5)
     assert not list(table.table_path(H200).parent.glob("*.yaml"))
 
