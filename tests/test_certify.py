@@ -275,7 +275,7 @@ def test_the_real_size_is_cut_to_what_fits_in_memory() -> None:
     problem = Problem(DType.BFLOAT16, 128, 128, 64, 32, 8, 65536, 65536)
     small = suite.real_size(problem)
     assert (small.seqlen_q, small.seqlen_kv, small.gqa_group) == (65536, 65536, 4)
-    assert small.batch * small.heads_q * small.seqlen_q * 128 <= 1 << 27
+    assert small.batch * small.heads_q * small.seqlen_q * 128 <= 1 << 25, "one KV head of its group is the least"
     assert suite.real_size(problem_of(KLASS)) == problem_of(KLASS)
 
 
