@@ -42,10 +42,10 @@ def certify(**options: Any) -> int:
 
     problems = shared.request_of(options).problems()
     target = shared.target_of(options["gpu"], options["executor"])
-    executor = shared.executor_for(target, options["policy"])
     params = None if options["params"] is None else shared.parse_params(options["params"])
     kernels = [choose.choose(problem, target.device, options["families"], params, options["table"]) for problem in problems]
     against = [_other(each, options["against"]) for each in kernels] if options["against"] else [None] * len(kernels)
+    executor = shared.executor_for(target, options["policy"])
     if target.note:
         click.echo(target.note, err=True)
     good, records = True, list[dict[str, Any]]()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from flashgen.search import TuneResult
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
+PROBE_BYTES = 2**16
+"""A search needs at least so much room, for its table and its journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +149,12 @@ def _check_everything(order: Order) -> None:
 def require_writable(path: Path) -> None:
     """Raise NotWritable when no table can be written at `path`. Leaves nothing behind."""
     directory = path.parent
-    created: list[Path] = []
     while not directory.exists() and directory != directory.parent:
-        created.append(directory)
         directory = directory.parent
     try:
         with tempfile.NamedTemporaryFile(dir=directory) as probe:
-            os.write(probe.fileno(), b"\0" * 4096)
+            probe.write(b"\0" * PROBE_BYTES)
+            probe.flush()
             os.fsync(probe.fileno())
     except OSError as problem:
         raise NotWritable(

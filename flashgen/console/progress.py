@@ -35,6 +35,8 @@ class _State:
     best: Trial | None = None
     began: float = field(default_factory=time.monotonic)
     remaining_s: float | None = None
+    finalists: int = 0
+    certified: int = 0
     phase: str = ""
 
 
@@ -74,10 +76,12 @@ class TuneProgress:
             self._take(event)
             self._line(f"  {self._counts()}; best {self._best_time()}; {self._clock()}")
         elif isinstance(event, FinalRound):
+            self._state.finalists = len(event.variants)
             self._state.phase = f"certifying {len(event.variants)} finalists"
             self._line(f"  {self._counts()}; best {self._best_time()}; {self._state.phase}", always=True)
         elif isinstance(event, FinalistCertified):
-            self._state.phase = f"certified: {event.certificate.verdict} {event.variant}"
+            self._state.certified += 1
+            self._state.phase = f"certified {self._state.certified} of {self._state.finalists} finalists"
             self._line(f"  {event.certificate.verdict} in {event.certificate.cases} cases: {event.variant}", always=True)
 
     def note(self, text: str) -> None:
@@ -118,11 +122,13 @@ class TuneProgress:
         state = self._state
         if not state.title:
             return Text(self._heading or "starting", "dim")
+        elapsed = duration(time.monotonic() - state.began)
+        clock = f"{state.phase}, {elapsed}" if state.phase else self._clock()
         bar = Table.grid(padding=(0, 2, 0, 0))
         bar.add_row(
-            ProgressBar(max(1, state.budget), state.done, width=30),
+            ProgressBar(max(1, state.budget), state.done, width=30, complete_style="cyan", finished_style="green"),
             Text(f"{state.done}/{state.budget} trials"),
-            Text(state.phase or self._clock(), "dim", overflow="ellipsis", no_wrap=True),
+            Text(clock, "dim", overflow="ellipsis", no_wrap=True),
         )
         variant = Text("") if state.best is None else Text(str(state.best.variant), "dim", overflow="ellipsis", no_wrap=True)
         rows = facts((("best", Text(self._best_time())), ("", variant), ("trials", tally(state.outcomes))))

@@ -40,6 +40,8 @@ def change_text(change: Change) -> Text:
     if change.written and change.old is None:
         return Text(f"added: {change.new.variant.family} {params_text(change.new.variant)}")
     head, *lines = change.describe().splitlines()
+    if change.written and change.old is not None and "nothing but its date" in lines[-1]:
+        return Text("the same as before, certified anew")
     return Text("\n".join([head.partition(":")[0], *lines]))
 
 
@@ -49,25 +51,23 @@ def top_table(result: TuneResult, predicted: bool) -> RenderableType:
     rows = _ranked(result)[:TOP]
     if not rows:
         return Text("No variant ran.", "red")
-    varying = _varying([variant for variant, _, _ in rows])
-    time_name = "predicted µs" if predicted else "median µs"
-    numbers = ("", time_name, "TFLOP/s", "registers", "spilled B")
-    table = plain_table(*numbers, "certified", "variant", right=numbers)
+    variants = [variant for variant, _, _ in rows]
+    common, families = _common(variants), {variant.family for variant in variants}
+    numbers = ("", "predicted µs" if predicted else "median µs", "TFLOP/s", "regs", "spill B")
+    table = plain_table(*numbers, "certified", f"variant of {variants[0].family}" if len(families) == 1 else "variant", right=numbers)
     for number, (variant, measurement, verdict) in enumerate(rows, 1):
         report = reports.get(variant)
         spread = "" if predicted or not measurement.spread else f" ±{measurement.spread / 2:.1%}"
+        varying = params_text(variant, (name for name in variant.as_dict() if name not in common[variant.family]))
         table.add_row(
             f"{number}", f"{microseconds(measurement.median_us)}{spread}", f"{measurement.tflops:.1f}",
             f"{report.registers}" if report else "", f"{report.spill_bytes}" if report else "", verdict,
-            Text(f"{variant.family} {params_text(variant, varying.get(variant.family, ()))}".strip()),
-            style="bold" if number == 1 else "",
+            Text(varying if len(families) == 1 else f"{variant.family} {varying}".strip()), style="bold" if number == 1 else "",
         )  # fmt: skip
-    common = [
-        f"{family}: {params_text(next(variant for variant, _, _ in rows if variant.family == family), same)}"
-        for family, same in _common([variant for variant, _, _ in rows]).items()
-        if same
-    ]
-    return Group(table, *(Text(f"all of {line}", "dim") for line in common))
+    first = {variant.family: variant for variant in reversed(variants)}
+    agreed = {f"all of {family}" if len(families) > 1 else "all": params_text(first[family], same) for family, same in common.items()}
+    shared = [f"{name}: {text}" for name, text in agreed.items() if text]
+    return Group(table, *(Text(line, "dim") for line in shared))
 
 
 def _ranked(result: TuneResult) -> list[tuple[Variant, Measurement, Text]]:
@@ -86,12 +86,6 @@ def _ranked(result: TuneResult) -> list[tuple[Variant, Measurement, Text]]:
     good = [(trial.variant, trial.measurement) for trial in result.trials if trial.outcome is Outcome.OK and trial.measurement]
     others = [(variant, measurement, quick) for variant, measurement in good if variant not in named | refused]
     return rows + sorted(others, key=lambda row: (row[1].median_us, str(row[0])))
-
-
-def _varying(variants: Sequence[Variant]) -> dict[str, tuple[str, ...]]:
-    """Per family the parameters whose values differ among the variants."""
-    common = _common(variants)
-    return {variant.family: tuple(name for name in variant.as_dict() if name not in common[variant.family]) for variant in variants}
 
 
 def _common(variants: Sequence[Variant]) -> dict[str, tuple[str, ...]]:
