@@ -8,13 +8,13 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
+from sampling import sample
 
 from flashgen import certify, device
 from flashgen.gpu import Gpu
 from flashgen.model import Certificate, DeviceLimits, Problem, Source, Verdict
 from flashgen.runtime import DeviceExecutor
 from flashgen.space import load_space
-from sampling import sample
 
 pytestmark = pytest.mark.device
 PER_FAMILY = int(os.environ.get("PER_FAMILY", "20"))
