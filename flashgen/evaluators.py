@@ -27,7 +27,7 @@ from flashgen.model import (
     Verdict,
 )
 from flashgen.render import render
-from flashgen.space import BoundSpace
+from flashgen.space import BoundSpace, Space
 from flashgen.study import RecordedStudy
 
 if TYPE_CHECKING:
@@ -303,6 +303,30 @@ class PredictedEvaluator(_Compiling):
             )
         except (CompileError, LaunchError, EmulationFault) as problem:
             return _refused(self.executor, str(problem))
+
+
+class RecordedSpace(BoundSpace):
+    """A bound space in which only what was recorded is feasible, so that strategies compete on real times."""
+
+    def __init__(self, space: Space, recorded: RecordedStudy, *, seeds: bool = True) -> None:
+        """`seeds=False` hides the seeds, which were chosen by people who knew times. Raises StudyMismatch for another space."""
+        if recorded.header.spaces.get(space.family) != space.digest:
+            raise StudyMismatch(f"The study was recorded with another {space.family} space. Keep the space's file beside the study.")
+        super().__init__(space, recorded.header.problem, recorded.header.device)
+        self._recorded = {trial.variant for trial in recorded.trials}
+        self._with_seeds = seeds
+
+    def feasible(self) -> list[Variant]:
+        """What was recorded, in canonical order."""
+        return [variant for variant in super().feasible() if variant in self._recorded]
+
+    def seeds(self) -> list[Variant]:
+        """The recorded seeds, or none."""
+        return [variant for variant in super().seeds() if variant in self._recorded] if self._with_seeds else []
+
+    def violations(self, variant: Variant) -> dict[str, float]:
+        """The static constraints, and `recorded`."""
+        return super().violations(variant) | {"recorded": float(variant not in self._recorded)}
 
 
 class ReplayEvaluator:

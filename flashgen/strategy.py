@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 COST_BEST = 10  # variants taken from the cost model's ranking before the sampler starts
 HOPELESS = 3.0  # a family predicted to be so many times slower than the best gets one trial
-MAX_ASKS = 6  # asks in a row without a new feasible variant before a neighbour of the last good proposal is taken
+MAX_ASKS = 6  # asks in a row without a new feasible variant before the last one's neighbour is taken
 
 Cost = Callable[[BoundSpace, Variant], float]
 
@@ -160,9 +160,9 @@ class _Family:
         return self._sampled(known, pending)
 
     def _sampled(self, known: dict[Variant, Trial], pending: set[Variant]) -> Variant:
-        """A new variant by the sampler's wish, or the unseen neighbour of what it keeps repeating."""
+        """A new variant by the sampler's wish, or the unseen neighbour of what it keeps asking for."""
         study = self._started()
-        wish = self.ranked[0]
+        variant = self.ranked[0]
         for _ in range(MAX_ASKS):
             self._asks += 1
             asked = study.ask()
@@ -171,22 +171,20 @@ class _Family:
             if any(violations.values()):
                 _constrain(asked, violations)
                 _tell(study, asked, None)  # PRUNED: a trial told as failed teaches the sampler nothing
-                continue
-            wish = variant
-            if variant in known:
+            elif variant in known:
                 self._report(asked, known[variant])
             elif variant in pending:
                 self._running.setdefault(variant, []).append(asked)
             else:
                 self._running[variant] = [asked]
                 return variant
-        found = self._neighbour(wish, known, pending)
+        found = self._neighbour(variant, known, pending)
         self._running[found] = [self._enqueued(study, found)]
         return found
 
     def _neighbour(self, wish: Variant, known: dict[Variant, Trial], pending: set[Variant]) -> Variant:
         """The unseen feasible variant with the least steps from `wish`; ties go to the cost model."""
-        centre = self.ordinals[wish]
+        centre = tuple(self.bound.ordinals(wish).values())
 
         def steps(variant: Variant) -> int:
             return sum(abs(left - right) for left, right in zip(self.ordinals[variant], centre, strict=True))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -24,10 +27,11 @@ from flashgen.errors import (
     InvalidTable,
     LaunchError,
     MissingDependency,
+    StudyMismatch,
     UnsupportedProblem,
     WorkerLost,
 )
-from flashgen.evaluators import Decision, DeviceEvaluator, ReplayEvaluator, Toolchain, outcome_of
+from flashgen.evaluators import Decision, DeviceEvaluator, RecordedSpace, ReplayEvaluator, Toolchain, outcome_of
 from flashgen.model import (
     Certificate,
     CompileReport,
@@ -43,9 +47,9 @@ from flashgen.model import (
     Variant,
     Verdict,
 )
-from flashgen.space import BoundSpace, load_space
+from flashgen.space import BoundSpace, load_space, parse_space
 from flashgen.strategy import Strategy
-from flashgen.study import read_study
+from flashgen.study import RecordedStudy, read_study
 from flashgen.trials import Event, TrialEnded, run_trials
 
 H200 = device.preset("h200")
@@ -577,16 +581,57 @@ def test_a_signal_ends_the_search_within_two_seconds_and_loses_no_trial(home: Pa
 # ------------------------------------------------------------------------------------------------------------------- replay
 
 
-@pytest.mark.parametrize("path", sorted(RECORDED.glob("*.jsonl")), ids=lambda path: path.stem)
-def test_the_search_finds_the_best_of_a_recorded_study(path: Path) -> None:
-    """Every outcome and time of the recording is real; the search sees them in its own order."""
-    recorded = read_study(path)
-    replay = ReplayEvaluator(recorded)
-    known = set(replay.recorded)
-    spaces = [load_space(family).bind(recorded.header.problem, recorded.header.device) for family in recorded.header.spaces]
-    budget = min(60, len(known) // 2)
-    best = []
-    for seed in range(3):
-        trials = [trial for trial, _ in run_trials(Strategy(spaces, budget, seed), replay, None, budget, time.monotonic(), None)]
-        best.append(min(trial.measurement.median_us for trial in trials if trial.outcome is Outcome.OK and trial.measurement))
-    assert sorted(best)[1] <= 1.05 * replay.best_us, [us / replay.best_us for us in best]
+@dataclass
+class Replay:
+    """A recorded study with the search-space files that it was recorded with."""
+
+    folder: Path
+
+    @cached_property
+    def study(self) -> RecordedStudy:
+        return read_study(self.folder / "study.jsonl")
+
+    def space(self, *, seeds: bool) -> RecordedSpace:
+        file = self.folder / "ampere_forward.yaml"
+        return RecordedSpace(parse_space(file.read_text(), str(file)), self.study, seeds=seeds)
+
+    def best_of(self, strategy: Strategy, budget: int) -> float:
+        """Best time found with that many trials over the best of the recording."""
+        runner = ReplayEvaluator(self.study)
+        trials = [trial for trial, _ in run_trials(strategy, runner, None, budget, time.monotonic(), None)]
+        return min(trial.measurement.median_us for trial in trials if trial.measurement) / runner.best_us
+
+
+STUDIES = sorted(path.parent for path in RECORDED.glob("*/study.jsonl"))
+
+
+def test_there_is_a_study_recorded_on_a_gpu() -> None:
+    assert any(Replay(folder).study.header.executor is ExecutorName.DEVICE for folder in STUDIES)
+
+
+@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
+def test_the_sampler_alone_beats_chance_on_real_times(folder: Path) -> None:
+    """Seeds are hidden and the cost model is blind: what is left is the sampler."""
+    replay, budget = Replay(folder), 40
+    space = replay.space(seeds=False)
+    found = [replay.best_of(Strategy([space], budget, seed, cost=lambda bound, variant: 1.0), budget) for seed in range(6)]
+    runner, feasible = ReplayEvaluator(replay.study), space.feasible()
+    times = {trial.variant: trial.measurement.median_us / runner.best_us for trial in runner.recorded.values() if trial.measurement}
+    drawn = [min(times.get(variant, 9.0) for variant in random.Random(seed).sample(feasible, budget)) for seed in range(200)]
+    assert median(found) <= 1.01, found
+    assert median(found) < median(drawn)
+
+
+@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("seeds", [True, False], ids=["with seeds", "without seeds"])
+def test_seeds_or_the_cost_model_find_the_best_of_a_recorded_study_early(folder: Path, seeds: bool) -> None:
+    replay = Replay(folder)
+    assert replay.best_of(Strategy([replay.space(seeds=seeds)], 20, 0), 20) <= 1.02
+
+
+def test_a_study_of_another_space_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(STUDIES[0], tmp_path / "copy")
+    file = tmp_path / "copy" / "ampere_forward.yaml"
+    file.write_text(file.read_text().replace("seeds:", "seeds:\n", 1).replace("block_q", "block_r"))
+    with pytest.raises(StudyMismatch, match="another ampere_forward space"):
+        Replay(tmp_path / "copy").space(seeds=True)
