@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -331,6 +332,23 @@ def test_progress_on_a_terminal_is_wiped_when_the_search_ends() -> None:
     text = progress_text(terminal=True, events=5)
     assert "\x1b[2K" in text
     assert "5/5 trials" in text
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_tune_reports_what_it_has_and_writes_no_table(number: signal.Signals, tmp_path: Path) -> None:
+    code = "from flashgen.cli import main; main('tune --head-dim 128 --gpu a100 --executor emulated --json'.split())"
+    command, surroundings = [sys.executable, "-c", code], {**os.environ, "FLASHGEN_HOME": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=surroundings) as running:
+        assert running.stderr is not None
+        assert "feasible" in running.stderr.readline()
+        time.sleep(1.5)  # into a compilation
+        running.send_signal(number)
+        out, err = running.communicate(timeout=60)
+    assert running.returncode == cli.INTERRUPTED, err
+    (result,) = json.loads(out)["results"]
+    assert (result["partial"], result["written"], result["entry"]) == (True, False, None)
+    assert not (tmp_path / "tables").exists()
 
 
 # The main job without a GPU ---------------------------------------------------------------------------------------------

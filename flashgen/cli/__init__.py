@@ -5,8 +5,10 @@ Exit codes: 0 done; 1 a check failed or a kernel could not run; 2 the request ca
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -24,6 +26,9 @@ from flashgen.errors import (
 )
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+COMPILING = "flashgen-compile"
+"""How threads that compile are named."""
+
 FAILURES = (CompileError, LaunchError, EmulationFault, WorkerLost)
 """Errors of work that was well asked for; every other flashgen error means that the request cannot be met."""
 
@@ -77,7 +82,18 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    sys.exit(run(arguments))
+    code = run(arguments)
+    if any(each.name.startswith(COMPILING) for each in threading.enumerate()):
+        _leave(code)
+    sys.exit(code)
+
+
+def _leave(code: int) -> None:
+    """Exit without the compiler's own cleaning up: a compilation that still runs, after Ctrl-C say, would crash on what it cleans away."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def run(arguments: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashgen.cli import options as shared
-from flashgen.errors import EmptySpace, FlashgenError, InvalidProblem, LaunchError, NotWritable
+from flashgen.errors import FlashgenError, InvalidProblem, NotWritable
 from flashgen.model import ExecutorName, Problem
 
 if TYPE_CHECKING:
@@ -101,31 +101,12 @@ def _tune(order: Order) -> int:
 
 
 def _search(order: Order, problem: Problem, progress: TuneProgress) -> TuneResult:
-    """One search. Raises LaunchError when trials ran and none could be used."""
     from flashgen import search
 
-    counted = _Counted(progress)
-    try:
-        return search.tune(
-            problem, order.target.device, budget=order.budget, seconds=order.seconds, seed=order.seed, executor=order.target.executor,
-            fresh=order.fresh, table=order.table, families=order.families or None, progress=counted,
-        )  # fmt: skip
-    except EmptySpace as nothing:
-        if not counted.trials:
-            raise
-        raise LaunchError(str(nothing)) from nothing  # the request was fine, its kernels were not
-
-
-class _Counted:
-    """Counts trials on their way to the display: it tells an empty space from one whose variants all failed."""
-
-    def __init__(self, progress: TuneProgress) -> None:
-        self.trials = 0
-        self._progress = progress
-
-    def __call__(self, event: Any) -> None:
-        self.trials += hasattr(event, "trial")
-        self._progress(event)
+    return search.tune(
+        problem, order.target.device, budget=order.budget, seconds=order.seconds, seed=order.seed, executor=order.target.executor,
+        fresh=order.fresh, table=order.table, families=order.families or None, progress=progress,
+    )  # fmt: skip
 
 
 def _check_everything(order: Order) -> None:

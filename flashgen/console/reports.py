@@ -55,7 +55,7 @@ def histogram_report(left: Variant, right: Variant, histogram: UlpHistogram) -> 
     total = sum(count for _, _, count in histogram.buckets) or 1
     table = plain_table("ulp apart", "elements", "share", "", right=("ulp apart", "elements", "share"))
     for low, high, count in histogram.buckets:
-        bar = "█" * max(int(count > 0), round(BAR_CELLS * count / total))
+        bar = "█" * round(BAR_CELLS * count / total) or "▏" * (count > 0)
         table.add_row(f"{low}" if low == high else f"{low}-{high}", f"{count:,}", f"{count / total:.4%}", Text(bar, "cyan"))
     repeats = [Text("repeats its bits", "green") if same else Text("DOES NOT REPEAT ITS BITS", "bold red") for same in histogram.repeats]
     kernels = facts(
@@ -179,9 +179,6 @@ def doctor_report(found: Findings, advice: Sequence[Advice]) -> RenderableType:
     table = plain_table("", "version", "path")
     for library in (found.flashgen, found.python, *found.cupy):
         _row(table, library.name, library)
-    for folder in dict.fromkeys(library.path for library in found.core):
-        named = ", ".join(f"{library.name} {library.version}" for library in found.core if library.path == folder)
-        table.add_row("core packages", named, Text(folder, "dim"))
     for library in found.nvrtc_found:
         _row(table, f"{library.name} (wheel)", library)
     _row(table, "NVRTC in use", found.nvrtc) if found.nvrtc else table.add_row("NVRTC in use", none, Text(found.nvrtc_error, "dim"))
@@ -196,7 +193,15 @@ def doctor_report(found: Findings, advice: Sequence[Advice]) -> RenderableType:
     gpus = [_gpu_line(number, gpu) for number, gpu in enumerate(found.gpus)] or [Text("GPU: none", "yellow")]
     if found.architectures:
         gpus.append(Text(f"NVRTC compiles for {', '.join(f'sm_{sm}' for sm in found.architectures)}", "dim"))
-    return Group(table, Text(), *gpus, Text(), *_advice_lines(advice))
+    core = [
+        Text.assemble(
+            ("core  ", "dim"),
+            ", ".join(f"{each.name} {each.version}" for each in found.core if each.path == folder),
+            (f"  {folder}", "dim"),
+        )
+        for folder in dict.fromkeys(library.path for library in found.core)
+    ]
+    return Group(table, Text(), *core, Text(), *gpus, Text(), *_advice_lines(advice))
 
 
 def _row(table: object, name: str, library: Library, note: str = "") -> None:

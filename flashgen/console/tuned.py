@@ -42,7 +42,7 @@ def change_text(change: Change) -> Text:
     head, *lines = change.describe().splitlines()
     if change.written and change.old is not None and "nothing but its date" in lines[-1]:
         return Text("the same as before, certified anew")
-    return Text("\n".join([head.partition(":")[0], *lines]))
+    return Text("\n".join([head.partition(":")[0], *(line.strip() for line in lines)]))
 
 
 def top_table(result: TuneResult, predicted: bool) -> RenderableType:
