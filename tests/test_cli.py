@@ -11,19 +11,39 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from flashgen import cli, device
+from flashgen import bench, cli, compiler, device, search, side_by_side, table
 from flashgen.cli import options, show
 from flashgen.console.progress import TuneProgress
-from flashgen.errors import InfeasibleVariant
-from flashgen.model import DType, ExecutorName, Mask, Measurement, Outcome, Problem, Trial, Variant
+from flashgen.errors import BusyDeviceWarning, InfeasibleVariant
+from flashgen.model import (
+    Certificate,
+    CompileReport,
+    DType,
+    ExecutorName,
+    Mask,
+    Measurement,
+    Outcome,
+    Problem,
+    Provenance,
+    TableEntry,
+    Trial,
+    Variant,
+    Verdict,
+)
 from flashgen.render import render
+from flashgen.search import Finalist, TuneResult
+from flashgen.side_by_side import SideBySide
 from flashgen.space import load_space
+from flashgen.table import Change
+from flashgen.timing import Ratio
 from flashgen.trials import FinalRound, SearchBegan, TrialEnded
 
 AMPERE_SEED = "block_q=64,block_kv=64,num_warps=4,num_stages=1,q_in_registers=0,ctas_per_sm=1,rescale_threshold=8,tile_order=1"
@@ -437,3 +457,100 @@ def test_e03_the_store_holds_device_code_of_the_real_architecture_and_no_ptx(hom
     for path in (home / "cubins").glob("*.cubin"):
         assert path.read_bytes()[:4] == b"\x7fELF"
         assert json.loads(path.with_suffix(".json").read_text())["architecture"] == "sm_80"
+
+
+# With a GPU, played ------------------------------------------------------------------------------------------------------
+
+CAUSAL = Problem(DType.BFLOAT16, 128, 128, 4, 16, 16, 4096, 4096, Mask.causal())
+WINNER = Variant.of("ampere_forward", options.parse_params(AMPERE_SEED))
+
+
+def measured(us: float) -> Measurement:
+    return Measurement(us, us * 0.99, us * 1.01, 50, 275e3 / us, clock_mhz=(1965, 1950), throttle=("power_cap",))
+
+
+def found_on_device(path: Path) -> TuneResult:
+    """What a search on a GPU returns: a winner, the fallback behind it, one variant that broke."""
+    second = Variant.of("simt_forward", {"block_q": 64})
+    exact = Certificate(Verdict.EXACT, "attention-forward/1", "ab" * 32, ExecutorName.DEVICE, 64, 21, 0.5, "ragged-1", 1e-7)
+    origin = Provenance("2026-01-01T00:00:00Z", "0.1.0", "tpe", 0, 3, 2, "cd" * 32, "13.0", "580.65", "14.2.0", "NVIDIA H200")
+    entry = TableEntry(CAUSAL, WINNER, "ef" * 32, "sha256:" + "01" * 32, (), measured(800.0), exact, origin)
+    report = CompileReport("sha256:" + "01" * 32, 168, 0, 0, 0, (), 0.3, "13.0", ())
+    trials = (
+        Trial(WINNER, Outcome.OK, "", measured(801.0), report),
+        Trial(second, Outcome.OK, "", measured(1200.0), report),
+        Trial(Variant.of("simt_forward", {"block_q": 128}), Outcome.TIMED_OUT, "no answer"),
+    )
+    finalists = (Finalist(WINNER, "challenger", exact, measured(800.0)), Finalist(second, "fallback", exact, measured(1190.0)))
+    h200 = device.PRESETS["h200"]
+    change = Change(path, None, entry, True)
+    return TuneResult(CAUSAL, h200, ExecutorName.DEVICE, entry, change, trials, finalists, trials[0], False, 42.0, None)
+
+
+def side_by_side_of(problem: Problem, *_: object) -> SideBySide:
+    names = (str(WINNER), "sdpa-flash")
+    times = {names[0]: measured(800.0), "sdpa-flash": measured(880.0)}
+    return SideBySide(problem, names[:1], times, {"sdpa-flash": Ratio(1.1, 1.08, 1.12, 20)}, {"fa3": "it is not installed"})
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """A machine whose GPU is an H200, with a search and a comparison that answer at once."""
+    monkeypatch.setattr(device, "is_present", lambda: True)
+    monkeypatch.setattr(device, "present", lambda: device.PRESETS["h200"])
+    monkeypatch.setattr(compiler, "binding", lambda: None)
+    monkeypatch.setattr(search, "tune", lambda *_, **__: found_on_device(home / "tables" / "nvidia-h200.yaml"))
+    monkeypatch.setattr(side_by_side, "compare", side_by_side_of)
+    busy = BusyDeviceWarning("Times will be too long: the GPU is 80 % busy with other work.")
+    monkeypatch.setattr(bench, "warn_when_busy", lambda: warnings.warn(busy, stacklevel=2))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_on_a_gpu_tune_shows_measured_times_the_ratio_to_sdpa_and_warns_when_busy(capsys: Captured) -> None:
+    assert cli.run(["tune", "--head-dim", "128", "--causal"]) == cli.DONE
+    captured = capsys.readouterr()
+    words = " ".join(captured.out.split())
+    assert "NVIDIA H200 (sm_90): measured" in words
+    assert "predicted" not in captured.out
+    assert "1.100× as fast, 95 % within [1.080, 1.120]" in words
+    assert "2 ok · 1 timed out" in words
+    assert "exact, fallback" in words
+    assert captured.err.count("80 % busy") == 1
+    assert all(len(line) <= 100 for line in captured.out.splitlines())
+
+
+@pytest.mark.usefixtures("gpu")
+def test_another_gpu_than_the_present_one_is_predicted_for_and_said_so() -> None:
+    target = options.target_of("a100", "auto")
+    assert target.predicted
+    assert "The GPU here is NVIDIA H200, not NVIDIA A100-SXM4-80GB" in target.note
+    assert not options.target_of("h200", "auto").predicted
+    assert options.target_of("auto", "emulated").predicted
+
+
+@pytest.mark.usefixtures("gpu")
+def test_bench_times_the_measured_entries_of_the_device_with_geomeans(home: Path, capsys: Captured) -> None:
+    entry = found_on_device(home / "t.yaml").entry
+    assert entry is not None
+    table.merge(home / "tables" / "nvidia-h200.yaml", device.PRESETS["h200"], entry)
+    text = answered("bench --against sdpa-flash,fa3", capsys)
+    assert "1.100× [1.080, 1.120]" in text
+    assert "fa3: it is not installed" in text
+    assert "geomean 1.100×, least 1.100×, 1 of 1 problems" in " ".join(text.split())
+    assert "power_cap" in text
+    document = json.loads(answered("bench --json", capsys))
+    assert document["geomeans"]["sdpa-flash"]["mean"] == pytest.approx(1.1)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_bench_fails_where_no_entry_serves(capsys: Captured) -> None:
+    assert cli.run(["bench", "--head-dim", "40", "--causal"]) == cli.FAILED
+    assert "no table entry serves it" in capsys.readouterr().err
+
+
+def test_predicted_entries_are_not_benchmarked(gpu: None, home: Path, capsys: Captured) -> None:
+    entry = found_on_device(home / "t.yaml").entry
+    assert entry is not None
+    guess = replace(entry, measurement=Measurement(800.0, 800.0, 800.0, 0, 300.0, "predicted"))
+    table.merge(home / "tables" / "nvidia-h200.yaml", device.PRESETS["h200"], guess)
+    assert "No table holds a measured entry" in refused("bench", capsys)
