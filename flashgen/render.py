@@ -49,6 +49,11 @@ def render(space: Space, klass: ProblemClass, variant: Variant) -> Source:
     return Source(space.family, klass, variant, text, digest(text, entry_points), entry_points, space.min_sm)
 
 
+def expand(text: str, element: str, values: Mapping[str, int | bool]) -> str:
+    """Any text that includes template files as one self-contained text, with `values` as the constants of Jinja files among them."""
+    return _Expander(paths.templates(), {"element": element, "constants": dict(values)}).expand_text(text)
+
+
 def constants(space: Space, klass: ProblemClass, variant: Variant) -> dict[str, int | bool]:
     """Everything that the C++ Config holds, by lower-case name."""
     return {
@@ -126,6 +131,9 @@ class _Expander:
     def expand(self) -> str:
         rendered = self._render(ROOT_TEMPLATE)
         return "".join(self._lines(rendered, self._root, ROOT_TEMPLATE))
+
+    def expand_text(self, text: str) -> str:
+        return "".join(self._lines(text, self._root, "text"))
 
     def _render(self, name: str) -> str:
         return _environment(self._root).get_template(name).render(self._context)
