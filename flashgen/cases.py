@@ -167,9 +167,9 @@ def ramp(problem: Problem, rng: np.random.Generator, direction: str, height: flo
     return rounded(problem, 1.0 + noise.q, along + noise.k, noise.v * 4)
 
 
-def top_of_range(problem: Problem, rng: np.random.Generator) -> Inputs:
-    """v near the top of what the type holds (1e30, or half the float16 maximum)."""
-    base = normal(problem, rng)
+def top_of_range(problem: Problem, rng: np.random.Generator, spread: float = 1.0) -> Inputs:
+    """v near the top of what the type holds (1e30, or half the float16 maximum); q and k of standard deviation `spread`."""
+    base = coarse(problem, rng, spread)
     top = min(1e30, max_finite(problem.dtype) / 2)
     size = 0.75 + 0.25 * rng.random(base.v.shape, dtype=np.float32)
     return rounded(problem, base.q, base.k, np.sign(base.v) * np.float32(top) * size)

@@ -115,3 +115,38 @@ def test_the_unmutated_sources_are_exact(case: tuple[Any, ...]) -> None:
     dtype = DType.FLOAT32 if family == "simt_forward" else DType.BFLOAT16
     klass = ProblemClass(Op.FORWARD, dtype, head_dim, head_dim_v, mask)
     assert rejection(*rendered(family, klass, dict(changes)), isolated=False) == ""
+
+
+CLASSES = [
+    (family, dtype, mask)
+    for family, dtypes in (("ampere_forward", (DType.BFLOAT16, DType.FLOAT16)), ("simt_forward", tuple(DType)))
+    for dtype in dtypes
+    for mask in MaskKind
+]
+
+
+def shipped_certificates(family: str, dtype: DType, mask: MaskKind, head_dim: int, *, quick: bool) -> list[Certificate]:
+    """Certificates of the fallback and of every seed, under the fastest schedule."""
+    space = load_space(family)
+    problem = Problem(dtype, head_dim, head_dim, 1, 1, 1, 256, 256, Mask(mask))
+    bound = space.bind(problem, H200)
+    executor = EmulatedExecutor(H200, FAST, isolated=False)
+    judge = certify.quick if quick else certify.full
+    variants = dict.fromkeys([bound.fallback(), *(bound.seeds()[:1] if quick else bound.seeds())])
+    return [judge(executor, space, render.render(space, problem.klass(), variant), problem, 7) for variant in variants]
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(("family", "dtype", "mask"), CLASSES, ids=str)
+def test_the_unmutated_fallback_and_first_seed_pass_the_quick_suite(family: str, dtype: DType, mask: MaskKind) -> None:
+    failures = [each.failure for each in shipped_certificates(family, dtype, mask, 64, quick=True)]
+    assert not any(failures), failures
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [40, 128, 256])
+@pytest.mark.parametrize(("family", "dtype", "mask"), CLASSES, ids=str)
+def test_the_unmutated_shipped_variants_pass_the_full_suite(family: str, dtype: DType, mask: MaskKind, head_dim: int) -> None:
+    failures = [each.failure for each in shipped_certificates(family, dtype, mask, head_dim, quick=False)]
+    assert not any(failures), failures
