@@ -1,0 +1,85 @@
+"""Figures that the README shows, recomputed from the recorded times of every round."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from flashgen.model import DType, MaskKind, Op, ProblemClass, Variant
+from flashgen.render import render
+from flashgen.space import load_space
+
+ROOT = Path(__file__).resolve().parents[1]
+AGAINST_FA2 = ROOT / "tests" / "recorded" / "h200-ampere-against-fa2.json"
+PEER = "sdpa-flash"
+
+
+def recording(path: Path = AGAINST_FA2) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def chosen(row: dict[str, Any]) -> str:
+    """The fastest by the even rounds; the odd ones report, so that choosing does not flatter the figure."""
+    own = {name: times for name, times in row["samples_us"].items() if name != PEER}
+    return min(own, key=lambda name: median(own[name][::2]))
+
+
+def ratio(row: dict[str, Any]) -> float:
+    samples = row["samples_us"]
+    return median(samples[PEER][1::2]) / median(samples[chosen(row)][1::2])
+
+
+def parsed(text: str) -> Variant:
+    """A variant from its printed form, `family[name=value …]`."""
+    family, _, rest = text.partition("[")
+    return Variant(family, tuple((name, int(value)) for name, _, value in (part.partition("=") for part in rest.rstrip("]").split())))
+
+
+def test_against_flash_attention_2_no_shape_is_slow_and_the_mean_is_ahead() -> None:
+    ratios = [ratio(row) for row in recording()["rows"]]
+    assert len(ratios) == 36
+    assert math.prod(ratios) ** (1 / len(ratios)) >= 1.0
+    assert min(ratios) >= 0.9
+
+
+def test_the_recorded_kernels_are_those_of_today() -> None:
+    stale = []
+    for row in recording()["rows"]:
+        name = chosen(row)
+        variant = parsed(name)
+        klass = ProblemClass(Op.FORWARD, DType.BFLOAT16, row["head_dim"], row["head_dim"], MaskKind(row["mask"]))
+        space = load_space(variant.family)
+        if render(space, klass, Variant.of(space.family, space.checked(variant.as_dict()))).digest != row["source_digests"][name]:
+            stale.append(f"d{row['head_dim']} s{row['seqlen']} {row['mask']}")
+    assert not stale, f"the kernels changed since {AGAINST_FA2.name}; record it again with tests/device/study_against_fa2.py: {stale}"
+
+
+def readme_table() -> str:
+    """The table of the README: time of the peer over time of flashgen."""
+    rows = recording()["rows"]
+    lengths = sorted({row["seqlen"] for row in rows})
+    lines = ["| head dim, mask | " + " | ".join(f"{length}" for length in lengths) + " |", "|---|" + "---|" * len(lengths)]
+    for head_dim in sorted({row["head_dim"] for row in rows}):
+        for mask in ("none", "causal"):
+            found = {row["seqlen"]: ratio(row) for row in rows if (row["head_dim"], row["mask"]) == (head_dim, mask)}
+            name = f"{head_dim}, {'full' if mask == 'none' else mask}"
+            lines.append(f"| {name} | " + " | ".join(f"{found[length]:.2f}" for length in lengths) + " |")
+    return "\n".join(lines)
+
+
+def test_the_readme_shows_the_recorded_figures() -> None:
+    text = (ROOT / "README.md").read_text()
+    about = recording()["about"]
+    assert readme_table() in text
+    assert f"driver {about['driver']}" in text and about["date"] in text
+
+
+@pytest.mark.parametrize("row", recording()["rows"][:1], ids=["first"])
+def test_a_recording_holds_every_round_of_every_kernel(row: dict[str, Any]) -> None:
+    assert {len(times) for times in row["samples_us"].values()} == {recording()["about"]["rounds"]}
