@@ -211,8 +211,8 @@ def lookup(problem: Problem, device: DeviceLimits, tables: Sequence[Table], refu
     """The entry for `problem` on `device`.
 
     `refuse` says why a variant cannot compute `problem` on `device` (its static constraints), or None. Tables come in order of
-    precedence. A measured entry goes before a predicted one, the same bucket before another, then the least distance, the smaller tile,
-    the earlier table.
+    precedence: of two entries with the same key and shape the earlier table's counts. A measured entry goes before a predicted one, the
+    same bucket before another, then the least distance, the smaller tile, the earlier table.
     """
     wanted = device_record(device)
     steps: list[str] = []
@@ -238,7 +238,7 @@ def lookup(problem: Problem, device: DeviceLimits, tables: Sequence[Table], refu
 
 def _ranked(candidates: list[tuple[TableEntry, Path]], problem: Problem, sister: bool, steps: list[str]) -> list[Found]:
     near = []
-    for precedence, (entry, path) in enumerate(candidates):
+    for precedence, (entry, path) in enumerate(_first_of_each(candidates)):
         apart = distance(entry.problem, problem)
         if apart is None:
             steps.append(f"too far: tuned for {entry.problem}, more than a factor of four on one axis")
@@ -255,12 +255,20 @@ def _ranked(candidates: list[tuple[TableEntry, Path]], problem: Problem, sister:
     return [found for _, found in sorted(near, key=lambda pair: pair[0])]
 
 
+def _first_of_each(candidates: list[tuple[TableEntry, Path]]) -> list[tuple[TableEntry, Path]]:
+    """One entry per key and shape: the earliest table's, but a measured one before any predicted one."""
+    chosen: dict[tuple[object, ...], tuple[TableEntry, Path]] = {}
+    for entry, path in sorted(candidates, key=lambda candidate: candidate[0].measurement.source != "measured"):
+        chosen.setdefault(full_key(entry.problem), (entry, path))
+    return list(chosen.values())
+
+
 def _window_distance(tuned: Problem, asked: Problem) -> float:
     def reach(problem: Problem) -> float:
         left, right = problem.mask.left, problem.mask.right
         return log2_bucket((problem.seqlen_kv if left < 0 else left) + (problem.seqlen_kv if right < 0 else right) + 1)
 
-    return round(abs(reach(tuned) - reach(asked)), 9)
+    return round(abs(reach(tuned) - reach(asked)), 9) if asked.mask.kind is MaskKind.WINDOW else 0.0
 
 
 def _tile(variant: Variant) -> int:

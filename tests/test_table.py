@@ -554,6 +554,22 @@ def test_the_users_table_goes_before_the_shipped_one(tmp_path: Path) -> None:
     assert "user" in found.explain()
 
 
+def test_a_measured_shipped_entry_goes_before_the_users_predicted_one(tmp_path: Path) -> None:
+    table.merge(tmp_path / "shipped" / "t.yaml", DEVICE, entry(block_q=64))
+    table.merge(tmp_path / "user" / "t.yaml", DEVICE, entry(source="predicted", block_q=256))
+    found = table.lookup(problem(), DEVICE, table.load_all([tmp_path / "user", tmp_path / "shipped"]), never)
+    assert found.found is not None
+    assert found.found.entry.variant.as_dict()["block_q"] == 64
+
+
+@pytest.mark.parametrize(("asked", "served"), [(100, 127), (900, 1023)])
+def test_the_nearest_window_serves(tmp_path: Path, asked: int, served: int) -> None:
+    known = tables(tmp_path, *(entry(problem(mask=Mask.window(left, 0))) for left in (127, 1023)))
+    found = table.lookup(problem(mask=Mask.window(asked, 0)), DEVICE, known, never).found
+    assert found is not None
+    assert found.entry.problem.mask.left == served
+
+
 SISTERS = {
     "NVIDIA H100 80GB HBM3": {"dram_gb_per_s": 3350.0},
     "NVIDIA H100 PCIe": {"sm_count": 114, "dram_gb_per_s": 2000.0},
