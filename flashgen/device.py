@@ -148,7 +148,7 @@ def _squeezed(name: str) -> str:
     return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla", "", name.lower())
 
 
-def _runtime() -> Any:  # noqa: ANN401  CuPy's runtime module has no types
+def _runtime() -> Any:
     """CuPy's CUDA runtime, with at least one device. Raises MissingDependency with what is absent."""
     advice = "Name a GPU to work without one, as in --gpu h200."
     try:

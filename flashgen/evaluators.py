@@ -180,7 +180,7 @@ class DeviceEvaluator(_Compiling):
     """Compiles in this process, certifies and times in the measuring child, whose death costs one trial."""
 
     executor = ExecutorName.DEVICE
-    finalists = 5
+    finalists = 8
 
     def __init__(self, bounds: Iterable[BoundSpace], problem: Problem, device: DeviceLimits, seed: int, index: int = 0) -> None:
         """For GPU `index`, as the driver counts what is visible."""

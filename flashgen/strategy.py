@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import optuna
 
 COST_BEST = 10  # variants taken from the cost model's ranking before the sampler starts
+CLIMB_AFTER = 2 / 3  # of the budget: from here on, neighbours of the best come before the sampler's wishes
+CLIMB_FROM = 3  # best variants whose neighbours are tried
 HOPELESS = 3.0  # a family predicted to be so many times slower than the best gets one trial
 MAX_ASKS = 6  # asks in a row without a new feasible variant before the last one's neighbour is taken
 
@@ -28,8 +30,9 @@ class Strategy:
     """Proposes variants of several families for one problem and budget.
 
     The feasible set fits the budget: everything, seeds first, then in the order of the cost model. Otherwise a first round gives every
-    promising family its seeds and some of the cost model's best; from then on the family with the best time so far gets all trials. Seeds
-    come before the cost model's best because a model can be wrong about what spills.
+    promising family its seeds and some of the cost model's best; from then on the family with the best time so far gets all trials: by the
+    sampler, and in the last third among the variants one parameter away from the best, so that independent searches end alike. Seeds come
+    before the cost model's best because a model can be wrong about what spills.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Strategy:
         self.total = sum(len(family.ranked) for family in self.families.values())
         self.exhaustive = self.total <= budget
         self.asks = 0
+        self._climb_after = int(budget * CLIMB_AFTER)
         self._known: dict[Variant, Trial] = {}
         self._pending: set[Variant] = set()
         self.sampler = "enumeration" if self.exhaustive else "cost_model" if by_cost_only else "tpe"
@@ -59,7 +63,8 @@ class Strategy:
             if not self._seen(variant):
                 return self._propose(variant)
         for family in self._by_promise():
-            found = family.next(self._known, self._pending)
+            climbing = len(self._known) + len(self._pending) >= self._climb_after
+            found = family.next(self._known, self._pending, climbing)
             self.asks += family.take_asks()
             if found is not None:
                 self._pending.add(found)
@@ -149,7 +154,7 @@ class _Family:
             for asked in running:
                 self._report(asked, trial)
 
-    def next(self, known: dict[Variant, Trial], pending: set[Variant]) -> Variant | None:
+    def next(self, known: dict[Variant, Trial], pending: set[Variant], climbing: bool) -> Variant | None:
         while self._head:
             variant = self._head.popleft()
             if variant not in known and variant not in pending:
@@ -157,7 +162,25 @@ class _Family:
                 return variant
         if all(variant in known or variant in pending for variant in self.ranked):
             return None
-        return self._sampled(known, pending)
+        found = self._beside_the_best(known, pending) if climbing else None
+        if found is None:
+            return self._sampled(known, pending)
+        self._asks += 1
+        return found
+
+    def _beside_the_best(self, known: dict[Variant, Trial], pending: set[Variant]) -> Variant | None:
+        """An unseen feasible variant that differs in one parameter from one of the best; the nearest value first, the best one's first."""
+        timed = [(trial.measurement.median_us, str(variant), variant) for variant, trial in self._results.items() if trial.measurement]
+        for _, _, centre in sorted(timed)[:CLIMB_FROM]:
+            at = self.ordinals[centre]
+
+            def changes(variant: Variant, at: tuple[int, ...] = at) -> list[int]:
+                return [abs(left - right) for left, right in zip(self.ordinals[variant], at, strict=True) if left != right]
+
+            beside = [variant for variant in self.ranked if len(changes(variant)) == 1 and variant not in known and variant not in pending]
+            if beside:
+                return min(beside, key=changes)
+        return None
 
     def _sampled(self, known: dict[Variant, Trial], pending: set[Variant]) -> Variant:
         """A new variant by the sampler's wish, or the unseen neighbour of what it keeps asking for."""

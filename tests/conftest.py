@@ -73,7 +73,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Mutation tests as killed / planted and accepted / right, over all workers."""
-    ran = {outcome: [each.nodeid for each in terminalreporter.stats.get(outcome, []) if each.when == "call"] for outcome in ("passed", "failed")}
+    reports = {outcome: terminalreporter.stats.get(outcome, []) for outcome in ("passed", "failed")}
+    ran = {outcome: [each.nodeid for each in found if each.when == "call"] for outcome, found in reports.items()}
     for words, mark in (("faults killed / planted", "_is_rejected["), ("right kernels accepted / given", "test_the_unmutated_")):
         good, bad = (sum("test_mutations.py" in name and mark in name for name in ran[outcome]) for outcome in ("passed", "failed"))
         if good + bad:

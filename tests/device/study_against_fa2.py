@@ -3,9 +3,9 @@
     python tests/device/study_against_fa2.py speed OUT.json     search at two lengths per head dim and mask, re-time the best eight at all
     python tests/device/study_against_fa2.py noise OUT.json     two independent tunes of six problems, their choices re-timed side by side
 
-bf16, batch x seqlen = 16,384, hidden size 2,048. Kernels and peer run in one process, interleaved in random order with a cold L2. The best of the
-eight is chosen by the even rounds and reported by the odd ones, so that choosing does not flatter the figure. `tests/test_recorded.py`
-reads the recordings.
+bf16, batch x seqlen = 16,384, hidden size 2,048. Kernels and peer run in one process, interleaved in random order with a cold L2.
+The best of the eight is chosen by the even rounds and reported by the odd ones, so that choosing does not flatter the figure.
+`tests/test_recorded.py` reads the recordings.
 """
 
 from __future__ import annotations
