@@ -64,21 +64,28 @@ class Policy:
     """One way to run a kernel that a device might choose. All of them must give the same bits."""
 
     schedule: Schedule = Schedule.SHUFFLED
-    late_copies: bool = True  # asynchronous copies land at the wait that covers them, else at once
-    poison: bool = True  # a late copy fills its target with NaN bytes until it lands
-    races: bool = True  # check that shared accesses of different threads are ordered
+    late_copies: bool = True  # asynchronous copies and bulk loads land at the wait that covers them, else at once
+    poison: bool = True  # a late copy fills its target with NaN bytes until it lands, a late product its accumulators
+    races: bool = True  # check that shared accesses of different threads and engines are ordered
     seed: int = 1
+    late_products: bool | None = None  # the same for products of warpgroups and bulk stores; None: as the copies
+
+    @property
+    def products_are_late(self) -> bool:
+        """`late_products`, or what it follows."""
+        return self.late_copies if self.late_products is None else self.late_products
 
     def __str__(self) -> str:
         """Short name, as tests and failure messages print it."""
         copies = ("late-poison" if self.poison else "late") if self.late_copies else "early"
-        return f"{self.schedule.name.lower()}-{copies}{'' if self.races else '-unchecked'}:{self.seed}"
+        products = "" if self.products_are_late == self.late_copies else "-late-products" if self.late_products else "-early-products"
+        return f"{self.schedule.name.lower()}-{copies}{products}{'' if self.races else '-unchecked'}:{self.seed}"
 
 
 POLICIES = (
     Policy(Schedule.SHUFFLED, late_copies=False),
     Policy(Schedule.SHUFFLED, late_copies=True),
-    Policy(Schedule.GREEDY, late_copies=False),
+    Policy(Schedule.GREEDY, late_copies=False, late_products=True),
     Policy(Schedule.STARVE, late_copies=True),
 )
 """What a certificate runs: together they catch every planted fault of the tests."""
@@ -119,6 +126,7 @@ class _Launch(ctypes.Structure):
         ("live_ctas", ctypes.c_int),
         ("schedule", ctypes.c_int),
         ("late_copies", ctypes.c_int),
+        ("late_products", ctypes.c_int),
         ("poison", ctypes.c_int),
         ("races", ctypes.c_int),
         ("seed", ctypes.c_uint64),
@@ -400,7 +408,7 @@ class Emulator:
         launch = _Launch(
             kernel=kernel, params=ctypes.addressof(params), ranges=(_Range * len(ranges))(*ranges), num_ranges=len(ranges), grid=grid,
             threads=threads, shared_bytes=shared_bytes, live_ctas=live_ctas, schedule=policy.schedule.value,
-            late_copies=policy.late_copies, poison=policy.poison, races=policy.races, seed=policy.seed,
+            late_copies=policy.late_copies, late_products=policy.products_are_late, poison=policy.poison, races=policy.races, seed=policy.seed,
         )  # fmt: skip
         runtime = self._runtime()
         begin = time.perf_counter()

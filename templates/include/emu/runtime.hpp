@@ -39,13 +39,16 @@ extern Counters counters;
 extern Current current;
 
 u32 shared_base();
+i64 grid_size();
 void read_shared(u32 address, void* value, u32 bytes);
 void write_shared(u32 address, const void* value, u32 bytes);
 void read_global(const void* address, void* value, u32 bytes);
 void write_global(void* address, const void* value, u32 bytes);
+u32 exchange_global(u32* address, u32 (*change)(u32 old, u32 operand), u32 operand, const char* who);
 
 u32 exchange(u32 value, int lane_mask);
 bool vote_any(bool predicate);
+int broadcast(int value);  // of lane 0; all lanes must hold the same
 void join_warp();
 void join_block();
 
@@ -53,7 +56,36 @@ void start_copy(u32 shared, const void* global);  // 16 bytes; a null source wri
 void commit_copies();
 void wait_copies(int pending);
 void load_matrices(u32* fragment, u32 row_address, bool transposed);
+void store_matrices(const u32* fragment, u32 row_address, bool transposed);
 void multiply_tile(float* d, const u32* a, u32 b0, u32 b1, bool is_half);
+
+// ---- sm_90 ----
+
+void init_mbarrier(u32 barrier, u32 arrivals);
+void fence_mbarriers();
+void arrive_mbarrier(u32 barrier, u32 bytes, const char* who);
+void wait_mbarrier(u32 barrier, u32 parity);
+void start_load(u32 target, const void* map, u32 barrier, const int (&coordinates)[5]);
+void start_store(const void* map, u32 source, const int (&coordinates)[5]);
+void commit_stores();
+void wait_stores(int pending);
+void fence_proxy();
+void meet_named_barrier(int id, int threads, bool wait);
+void set_registers(int count, bool increase);
+
+// D = A B or D += A B for 64 rows, `steps` times 16 deep. The accumulator holds columns / 2 registers per thread.
+struct ProductCall {
+  float* d;
+  const u32* a;              // four registers per step, or null when A comes from shared memory
+  const u64* a_descriptors;  // one per step
+  const u64* b_descriptors;
+  int columns, steps;
+  bool accumulate;
+  bool a_by_columns, b_by_columns;  // the depth runs over rows of the tile ("MN-major"), not along them
+  bool is_half;
+};
+void start_products(const ProductCall& call);  // fence, all steps, commit
+void wait_products(int pending);
 
 // ---- launching; called through ctypes, every struct has its twin in flashgen/emulate.py ----
 
@@ -75,8 +107,9 @@ struct Launch {
   int shared_bytes;
   int live_ctas;  // how many blocks may be alive at a time
   int schedule;
-  int late_copies;  // copies land at the wait that covers them, else when they are issued
-  int poison;       // a late copy fills its target with NaN bytes when it is issued
+  int late_copies;    // copies and bulk loads land at the wait that covers them, else when they are issued
+  int late_products;  // the same for products of warpgroups and for bulk stores
+  int poison;         // a late copy fills its target, and a late product its accumulators, with NaN bytes when it is issued
   int races;
   u64 seed;
 };
