@@ -408,7 +408,8 @@ class Emulator:
         launch = _Launch(
             kernel=kernel, params=ctypes.addressof(params), ranges=(_Range * len(ranges))(*ranges), num_ranges=len(ranges), grid=grid,
             threads=threads, shared_bytes=shared_bytes, live_ctas=live_ctas, schedule=policy.schedule.value,
-            late_copies=policy.late_copies, late_products=policy.products_are_late, poison=policy.poison, races=policy.races, seed=policy.seed,
+            late_copies=policy.late_copies, late_products=policy.products_are_late, poison=policy.poison, races=policy.races,
+            seed=policy.seed,
         )  # fmt: skip
         runtime = self._runtime()
         begin = time.perf_counter()

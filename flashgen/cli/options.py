@@ -202,9 +202,11 @@ def parse_policy(text: str) -> Any:
     schedule, _, rest = words.partition("-")
     copies, unchecked = rest.removesuffix("-unchecked"), rest.endswith("-unchecked")
     names = [each.name.lower() for each in Schedule]
+    products = {"late": True, "early": False}.get(copies.removesuffix("-products").rpartition("-")[2]) if copies.endswith("-products") else None
+    copies = copies.removesuffix("-products").rpartition("-")[0] if products is not None else copies
     if schedule not in names or copies not in ("early", "late", "late-poison") or not (seed or "1").isdigit():
         raise click.UsageError(
-            f"A policy is SCHEDULE-COPIES[-unchecked][:SEED], such as greedy-early:1; schedules: {', '.join(names)}; "
-            f"copies: early, late, late-poison. Got {text!r}."
+            f"A policy is SCHEDULE-COPIES[-late-products][-unchecked][:SEED], such as greedy-early:1; schedules: {', '.join(names)}; "
+            f"copies: early, late, late-poison; products of warpgroups follow the copies, or early-products, late-products. Got {text!r}."
         )
-    return Policy(Schedule[schedule.upper()], copies != "early", copies != "late", not unchecked, int(seed or 1))
+    return Policy(Schedule[schedule.upper()], copies != "early", copies != "late", not unchecked, int(seed or 1), products)
