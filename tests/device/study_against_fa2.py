@@ -1,7 +1,7 @@
 """Records how the ampere family compares with FlashAttention 2 (torch's SDPA flash backend), and how repeatable a tune is.
 
-    python tests/device/study_against_fa2.py speed OUT.json     search at two lengths per head dim and mask, re-time the best eight at all
-    python tests/device/study_against_fa2.py noise OUT.json     two independent tunes of six problems, their choices re-timed side by side
+    python tests/device/study_against_fa2.py speed OUT.json [HEAD_DIM …]     search at two lengths per head dim and mask, re-time the best eight at all
+    python tests/device/study_against_fa2.py noise OUT.json [HEAD_DIM …]     two independent tunes of six problems, their choices re-timed side by side
 
 bf16, batch x seqlen = 16,384, hidden size 2,048. Kernels and peer run in one process, interleaved in random order with a cold L2.
 The best of the eight is chosen by the even rounds and reported by the odd ones, so that choosing does not flatter the figure.
@@ -81,9 +81,9 @@ def described(each: Problem) -> dict[str, Any]:
     return {"head_dim": each.head_dim, "seqlen": each.seqlen_q, "batch": each.batch, "heads": each.heads_q, "mask": str(each.mask.kind)}
 
 
-def speed(limits: DeviceLimits, folder: Path) -> list[dict[str, Any]]:
+def speed(limits: DeviceLimits, folder: Path, head_dims: tuple[int, ...]) -> list[dict[str, Any]]:
     state, rows = bench.open_device(0), []
-    for head_dim in HEAD_DIMS:
+    for head_dim in head_dims:
         for mask in MASKS:
             started = time.perf_counter()
             results = [tuned(problem(head_dim, seqlen, mask), limits, folder, 1) for seqlen in SEARCHED]
@@ -113,9 +113,9 @@ def median(values: list[float]) -> float:
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
-def noise(limits: DeviceLimits, folder: Path) -> list[dict[str, Any]]:
+def noise(limits: DeviceLimits, folder: Path, head_dims: tuple[int, ...]) -> list[dict[str, Any]]:
     state, rows = bench.open_device(0), []
-    for head_dim in HEAD_DIMS:
+    for head_dim in head_dims:
         for mask in MASKS:
             each = problem(head_dim, 4096, mask)
             chosen = []
@@ -131,11 +131,11 @@ def noise(limits: DeviceLimits, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def main(what: str, out: Path) -> None:
+def main(what: str, out: Path, head_dims: tuple[int, ...]) -> None:
     limits = device.present()
     folder = out.parent / f"tables-{what}"
     folder.mkdir(parents=True, exist_ok=True)
-    rows = {"speed": speed, "noise": noise}[what](limits, folder)
+    rows = {"speed": speed, "noise": noise}[what](limits, folder, head_dims)
     facts = bench.open_device(0)
     from torch import __version__ as torch_version
 
@@ -144,4 +144,4 @@ def main(what: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), tuple(map(int, sys.argv[3:])) or HEAD_DIMS)
