@@ -202,7 +202,7 @@ def parse_policy(text: str) -> Any:
     schedule, _, rest = words.partition("-")
     copies, unchecked = rest.removesuffix("-unchecked"), rest.endswith("-unchecked")
     names = [each.name.lower() for each in Schedule]
-    products = {"late": True, "early": False}.get(copies.removesuffix("-products").rpartition("-")[2]) if copies.endswith("-products") else None
+    products = next((late for word, late in (("late", True), ("early", False)) if copies.endswith(f"-{word}-products")), None)
     copies = copies.removesuffix("-products").rpartition("-")[0] if products is not None else copies
     if schedule not in names or copies not in ("early", "late", "late-poison") or not (seed or "1").isdigit():
         raise click.UsageError(
