@@ -1,7 +1,9 @@
 """Records how the ampere family compares with FlashAttention 2 (torch's SDPA flash backend), and how repeatable a tune is.
 
-    python tests/device/study_against_fa2.py speed OUT.json [HEAD_DIM …]     search at two lengths per head dim and mask, re-time the best eight at all
-    python tests/device/study_against_fa2.py noise OUT.json [HEAD_DIM …]     two independent tunes of six problems, their choices re-timed side by side
+    python tests/device/study_against_fa2.py speed OUT.json [HEAD_DIM …]
+        search at two lengths per head dim and mask, re-time the best eight at all
+    python tests/device/study_against_fa2.py noise OUT.json [HEAD_DIM …]
+        two independent tunes of six problems, their choices re-timed side by side
 
 bf16, batch x seqlen = 16,384, hidden size 2,048. Kernels and peer run in one process, interleaved in random order with a cold L2.
 The best of the eight is chosen by the even rounds and reported by the odd ones, so that choosing does not flatter the figure.
