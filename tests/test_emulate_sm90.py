@@ -14,7 +14,7 @@ import pytest
 
 from flashgen import emulate, render
 from flashgen.emulate import POLICIES, EmulationReport, Emulator, Memory, Policy, Schedule
-from flashgen.model import DType
+from flashgen.model import DType, EntryPoint, MaskKind, Op, ProblemClass, Source, Variant
 from flashgen.reference import decode, encode
 from flashgen.tensor_map import MapBytes, Swizzle, TensorMapSpec
 
@@ -139,8 +139,7 @@ class Warpgroup:
         scores = q @ k.T
         weights = decode(encode(self.accumulator(self.raw_scores, self.block_kv), self.dtype), self.dtype).astype(np.float64)
         columns = -(-self.head_dim_v // 8) * 8
-        lanes, registers = np.meshgrid(np.arange(128), np.arange(columns // 2), indexing="ij")
-        start = self.accumulator(registers.astype(np.float32).ravel(), columns)[:, : self.head_dim_v]
+        start = self.accumulator(np.tile(np.arange(columns // 2, dtype=np.float32), 128), columns)[:, : self.head_dim_v]
         return scores, start + weights @ padded(self.v, self.row_kv, self.block_kv)
 
     @staticmethod
@@ -175,7 +174,9 @@ def test_scores_of_every_width_are_the_matrix_product(emulator: Emulator, block_
 
 
 @pytest.mark.parametrize("dtype", list(ELEMENTS), ids=str)
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(16, 16), (80, 80), (96, 96), (128, 128), (160, 96), (192, 128), (256, 256), (72, 64)])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(16, 16), (80, 80), (96, 96), (128, 128), (160, 96), (192, 128), (256, 256), (72, 64)]
+)
 def test_every_head_dim_is_the_matrix_product(emulator: Emulator, head_dim: int, head_dim_v: int, dtype: DType) -> None:
     case = Warpgroup(48, head_dim, head_dim_v, dtype)
     case.run(emulator, LATE)
@@ -199,6 +200,14 @@ def test_one_warpgroup_passes_every_policy(emulator: Emulator, policy: Policy) -
     case.check()
 
 
+def test_the_text_that_the_device_compiles_is_the_one_that_is_emulated(emulator: Emulator) -> None:
+    case = Warpgroup(64, 64, 80, DType.FLOAT16)
+    text = render.expand(case.text(), "Half", {"block_kv": 64, "head_dim": 64, "head_dim_v": 80})
+    assert re.findall(r'^\s*#include "([^"]+)"', text, re.MULTILINE) == ["emu/common.hpp", "emu/sm80.hpp", "emu/sm90.hpp"]
+    case.run(emulator, LATE, text)
+    case.check()
+
+
 # A producer and consumers ---------------------------------------------------------------------------------------------
 
 
@@ -214,10 +223,7 @@ class SpecialisedParams(ctypes.Structure):
 
 
 BLOCK_KV, HEAD_DIM, HEAD_DIM_V = 64, 64, 80
-SPECIALISED_SHARED = (
-    2 * (operand_bytes(64, HEAD_DIM) + operand_bytes(64, HEAD_DIM_V) + operand_bytes(BLOCK_KV, HEAD_DIM) + operand_bytes(BLOCK_KV, HEAD_DIM_V))
-    + 16 + 8 * 16
-)  # fmt: skip
+SPECIALISED_SHARED = 2 * (operand_bytes(64 + BLOCK_KV, HEAD_DIM) + operand_bytes(64 + BLOCK_KV, HEAD_DIM_V)) + 16 + 8 * 16
 
 
 def specialised_text(fault: str, dtype: DType = DType.BFLOAT16) -> str:
@@ -250,6 +256,7 @@ def run_specialised(
     )  # fmt: skip
     memory.fetch()
     scores = decode(encode(decode(q, dtype) @ decode(k, dtype).T, dtype), dtype)
+    scores = scores * np.float32(0.5) ** (kv_tiles - 1 - np.arange(rows_kv) // BLOCK_KV).astype(np.float32)
     right = np.array_equal(decode(o, dtype), decode(encode(scores @ decode(v, dtype), dtype), dtype))
     return report, bool(right and counter[0] == 0)
 
@@ -266,3 +273,269 @@ def test_a_specialised_kernel_is_right_for_every_shape(emulator: Emulator, tiles
     report, right = run_specialised(emulator, "NO_FAULT", LATE, tiles, grid, short)
     assert report.faults == ()
     assert right
+
+
+# Planted faults -------------------------------------------------------------------------------------------------------
+
+PRODUCT_BEFORE_LOAD = r"race: a product's read of shared 0x\w+ is not ordered after a write by the bulk loads of mbarrier #"
+LOAD_BEFORE_PRODUCT = r"race: tma_load of shared 0x\w+ is not ordered after a read by the products of warp"
+EITHER_ORDER = f"{LOAD_BEFORE_PRODUCT}|{PRODUCT_BEFORE_LOAD}"  # the schedule decides which of the two comes too early
+ALWAYS = {
+    "EXPECTS_HALF": r"mbarrier: #0 at 0x\w+ got \d+ bytes more than its phase expects",
+    "EXPECTS_MORE": r"deadlock: .*mbarrier_wait for parity \d of #\d+, which is in phase \d and lacks 0 of 1 arrivals and 128 bytes",
+    "V_NEVER_RELEASED": r"deadlock: .*lane 0 wait in mbarrier_wait for parity 0 of #3, .* lacks 8 of 8 arrivals",
+    "K_EMPTY_NOT_WAITED": r"race: tma_load|mbarrier: mbarrier_expect: #0 at 0x\w+ has had all its 1 arrivals",
+    "K_EMPTY_WRONG_PARITY": r"deadlock: ",
+    "K_FULL_OLD_PARITY": f"deadlock: |{PRODUCT_BEFORE_LOAD}",
+    "V_FULL_NOT_WAITED": PRODUCT_BEFORE_LOAD,
+    "EMPTY_COUNT_TOO_SMALL": EITHER_ORDER,
+    "K_RELEASED_EARLY": EITHER_ORDER,
+    "V_RELEASED_EARLY": EITHER_ORDER,
+    "WEIGHTS_REPACKED_EARLY": r"product: registers of the left operand changed while the product was pending",
+    "NO_PROXY_FENCE": r"proxy: tma_store of shared 0x\w+, which thread \d+ wrote without fence_proxy_async since",
+    "NO_BARRIER_BEFORE_STORE": r"race: tma_store of shared 0x\w+ is not ordered after a write by thread",
+    "O_REUSED_EARLY": r"race: store_matrix_x4 of shared 0x\w+ is not ordered after a read by the bulk stores of warp",
+    "NO_WAIT_BEFORE_EXIT": r"exit: the block ends with \d+ bulk stores that nobody has waited for",
+    "RELEASE_WITHOUT_WARP_SYNC": r"race: phase \d+ of mbarrier #\d+ at 0x\w+ ends, not ordered after the wait of thread \d+",
+    "BARRIER_COUNT": r"deadlock: .*barrier_sync \d, where 128 of 160 threads have arrived",
+    "TOO_MANY_REGISTERS": r"deadlock: .*registers_increase to 248 per thread; the pool has \d+ per thread",
+    "NO_FENCE_AFTER_INIT": r"mbarrier: a bulk load completes on #\d+ at 0x\w+, whose init was not followed by fence_mbarrier_init",
+    "NO_BARRIER_AFTER_INIT": r"mbarrier: mbarrier_\w+ on 0x\w+, which is not initialised",
+    "Q_RELEASED_EARLY": EITHER_ORDER,
+    "Q_FULL_NOT_WAITED": PRODUCT_BEFORE_LOAD,
+    "LAST_PRODUCT_NOT_WAITED": r"exit: the block ends with \d products that nobody has waited for",
+}
+BY_VALUE = ("SCORES_READ_EARLY", "OUTPUT_SCALED_EARLY", "WRONG_LEADING_DISTANCE", "COUNTER_NOT_RESET", "WRONG_SWIZZLE_PHASE")
+BY_SOME_POLICY = ("BARRIER_SHARED",)
+
+
+def test_every_fault_of_the_kernel_is_tried() -> None:
+    listed = re.search(r"enum Fault \{(.*?)\}", (KERNELS / "specialised.cu").read_text(), re.DOTALL)
+    assert listed is not None
+    names = set(re.findall(r"\w+", listed[1])) - {"NO_FAULT"}
+    assert names == {*ALWAYS, *BY_VALUE, *BY_SOME_POLICY}
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("fault", sorted(ALWAYS))
+def test_a_broken_protocol_is_reported_under_every_policy(emulator: Emulator, fault: str, policy: Policy) -> None:
+    report, _ = run_specialised(emulator, fault, policy)
+    assert re.search(ALWAYS[fault], "\n".join(report.faults), re.DOTALL), report.faults
+
+
+@pytest.mark.parametrize("fault", [*BY_VALUE, *BY_SOME_POLICY])
+def test_other_faults_are_caught_by_the_policies_of_a_certificate(emulator: Emulator, fault: str) -> None:
+    runs = [run_specialised(emulator, fault, policy) for policy in POLICIES]
+    assert any(report.faults or not right for report, right in runs)
+
+
+@pytest.mark.parametrize("fault", ["K_RELEASED_EARLY", "V_RELEASED_EARLY", "O_REUSED_EARLY", "OUTPUT_SCALED_EARLY", "NO_WAIT_BEFORE_EXIT"])
+def test_late_effects_change_values_without_the_race_checker(emulator: Emulator, fault: str) -> None:
+    policies = [Policy(schedule, copies, races=False, late_products=True) for schedule in Schedule for copies in (False, True)]
+    assert not all(run_specialised(emulator, fault, policy)[1] for policy in policies)
+
+
+# Single mistakes ------------------------------------------------------------------------------------------------------
+
+
+class MistakeParams(ctypes.Structure):
+    """Params of mistakes_sm90.cu, padded to the alignment of its maps."""
+
+    _fields_ = [
+        ("map", MapBytes),
+        ("narrow", MapBytes),
+        ("out", ctypes.c_void_p),
+        ("box_bytes", ctypes.c_int),
+        ("padding", ctypes.c_ubyte * 116),
+    ]
+
+
+def run_mistake(emulator: Emulator, entry: str, policy: Policy = LATE, swizzle: Swizzle = Swizzle.BYTES_128) -> tuple[EmulationReport, Any]:
+    source, out = np.arange(64 * 64, dtype=np.float32), np.zeros(64 * 64, np.float32)
+    memory = Memory.for_buffers([source.nbytes, out.nbytes])
+    address, target = memory.place(source, False), memory.place(out, True)
+    columns = swizzle.width // 4 if swizzle else 32
+    specs = [
+        TensorMapSpec(address, DType.FLOAT32, (64, 64), (256,), (columns, 8), swizzle),
+        TensorMapSpec(target, DType.FLOAT32, (64, 64), (256,), (columns, 8), swizzle),
+    ]
+    params = MistakeParams(*map(map_bytes, specs), target, specs[0].box_bytes)
+    report = emulator.launch(text_of("mistakes_sm90.cu"), entry, 1, 256, 16384, params, memory, policy, deadline_s=20)
+    memory.fetch()
+    return report, out
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("initialised_twice", r"mbarrier: 0x\w+ is initialised twice"),
+        ("initialised_for_nobody", r"mbarrier: 0x\w+ is initialised for 0 arrivals"),
+        ("never_initialised", r"mbarrier: mbarrier_arrive on 0x\w+, which is not initialised"),
+        ("mbarrier_overwritten", r"mbarrier: store_shared overwrites the mbarrier at 0x404"),
+        ("too_many_arrivals", r"mbarrier: mbarrier_arrive: #0 at 0x400 has had all its 2 arrivals"),
+        ("load_misaligned", r"alignment: tma_load at shared 0x\w+, which is not a multiple of 128"),
+        ("load_out_of_bounds", r"bounds: tma_load touches shared 0x4400"),
+        ("load_onto_mbarrier", r"mbarrier: tma_load overwrites the mbarrier at 0x400"),
+        ("load_never_expected", r"mbarrier: .* more than its phase expects|exit: the block ends with 1 bulk loads|and -1024 bytes"),
+        ("map_copied", r"bulk: tma_load with a copy of a tensor map"),
+        ("map_not_encoded", r"bulk: tma_load with a tensor map that was not encoded"),
+        ("store_to_input", r"bounds: tma_store writes to an input tensor"),
+        (
+            "store_of_unordered",
+            r"race: tma_store of shared 0x\w+ is not ordered after a write by|race: store_shared .* after a read by the bulk",
+        ),
+        ("barrier_of_block_sync", r"barrier: barrier_sync\(0, 64\): ids are 1 to 15"),
+        ("barrier_of_half_a_warp", r"barrier: barrier_sync\(1, 48\)"),
+        ("barrier_counts_differ", r"barrier: barrier_\w+\(1, \d+\) meets threads that count on"),
+        ("registers_in_the_wrong_direction", r"registers: registers_decrease from \d+ to 256"),
+        ("registers_not_by_eights", r"registers: registers_decrease<100>: a multiple of 8"),
+        ("registers_of_one_warp", r"registers: the warps of warpgroup 0 end with different numbers"),
+        ("lanes_disagree", r"product: lanes of warpgroup [01] disagree about the operands of product 0"),
+        ("operand_out_of_bounds", r"bounds: the right operand of a product touches shared"),
+        ("operand_not_ordered", r"race: a product's read of shared 0x\w+ is not ordered after a write by thread"),
+        ("operand_not_fenced", r"proxy: a product's read of shared 0x\w+, which thread \d+ wrote without fence_proxy_async"),
+        ("product_of_three_warps", r"deadlock: .*wait in wgmma_wait for product 0"),
+        ("not_uniform", r"collective: warp_uniform of a value that differs between lanes"),
+        ("matrix_store_unordered", r"race: load_shared of shared 0x\w+ is not ordered after a write by thread"),
+    ],
+)
+def test_a_mistake_is_reported(emulator: Emulator, entry: str, message: str, policy: Policy) -> None:
+    report, _ = run_mistake(emulator, entry, policy)
+    assert re.search(message, "\n".join(report.faults), re.DOTALL), report.faults
+
+
+@pytest.mark.parametrize("schedule", [Schedule.LOCKSTEP, Schedule.GREEDY], ids=str)
+def test_a_waiter_that_two_phases_overtake_is_reported(emulator: Emulator, schedule: Schedule) -> None:
+    report, _ = run_mistake(emulator, "waiter_overtaken", Policy(schedule))
+    assert re.search(r"mbarrier: #1 at 0x400 went on by two phases while a thread waited for one", "\n".join(report.faults))
+
+
+@pytest.mark.parametrize("policy", MORE_POLICIES, ids=str)
+@pytest.mark.parametrize("entry", ["ordered_by_arrive_of_every_lane", "ordered_by_named_barriers", "matrix_store_in_order"])
+def test_ordered_accesses_raise_no_alarm(emulator: Emulator, entry: str, policy: Policy) -> None:
+    assert run_mistake(emulator, entry, policy)[0].faults == ()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("swizzle", list(Swizzle), ids=str)
+def test_a_box_comes_back_from_shared_memory_under_every_swizzle(emulator: Emulator, swizzle: Swizzle, policy: Policy) -> None:
+    report, out = run_mistake(emulator, "round_trip", policy, swizzle)
+    assert report.faults == ()
+    columns = swizzle.width // 4 if swizzle else 32
+    expected = np.zeros((64, 64), np.float32)
+    expected[5:13, 4 : 4 + columns] = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)[5:13, 4 : 4 + columns]
+    np.testing.assert_array_equal(out.reshape(64, 64), expected)
+
+
+def test_matrix_stores_are_the_inverse_of_matrix_loads(emulator: Emulator) -> None:
+    report, out = run_mistake(emulator, "matrix_round_trip")
+    assert report.faults == ()
+    words = out.view(np.uint32)[: 256 * 8].reshape(256, 2, 4)
+    expected = np.arange(256, dtype=np.uint32)[:, None] * 16 + np.arange(4, dtype=np.uint32)
+    np.testing.assert_array_equal(words, np.broadcast_to(expected[:, None], words.shape))
+
+
+# Layouts of operands --------------------------------------------------------------------------------------------------
+
+
+class LayoutParams(ctypes.Structure):
+    """Params of layouts.cu."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("a", "b", "d")]
+
+
+def operand_image(matrix: Any, width: int, by_columns: bool) -> tuple[Any, int, int]:
+    """A (lines, 16) operand as it lies in shared memory, and its leading and stride distances in bytes.
+
+    `width` is that of the swizzle in bytes, or 0 for none. Lines are rows of the tile, or its columns when the depth runs over rows.
+    """
+    tile = matrix.T if by_columns else matrix
+    rows, columns = tile.shape
+    line, column = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
+    if not width:  # blocks of eight rows of 16 bytes, one after the other
+        offset = (column // 8 * (rows // 8) + line // 8) * 128 + line % 8 * 16 + column % 8 * 2
+        leading, stride = (rows // 8 * 128, 128)
+        if by_columns:  # the stride goes along the lines of the operand, which are columns of the tile
+            leading, stride = stride, leading
+    else:
+        chunk, inside = column * 2 // width, column * 2 % width
+        offset = chunk * (rows * width) + line * width + inside
+        offset ^= (offset >> 7 & (width // 16 - 1)) << 4
+        leading, stride = (rows * width, 8 * width) if by_columns else (16, 8 * width)
+    image = np.zeros(-(-(int(offset.max()) + 2) // 1024) * 512, matrix.dtype)
+    image[offset // 2] = tile
+    return image, leading, stride
+
+
+@pytest.mark.parametrize(("columns", "dtype"), [(8, DType.BFLOAT16), (96, DType.FLOAT16), (256, DType.BFLOAT16)])
+@pytest.mark.parametrize("b_by_columns", [False, True], ids=["b-by-rows", "b-by-columns"])
+@pytest.mark.parametrize("a_by_columns", [False, True, None], ids=["a-by-rows", "a-by-columns", "a-in-registers"])
+@pytest.mark.parametrize("width", [0, 32, 64, 128])
+def test_every_layout_of_operands_gives_the_matrix_product(
+    emulator: Emulator, width: int, a_by_columns: bool | None, b_by_columns: bool, columns: int, dtype: DType
+) -> None:
+    lines = columns if not b_by_columns or not width else -(-columns * 2 // width) * width // 2  # whole chunks
+    rng = np.random.default_rng(columns)
+    a, b = (encode(rng.standard_normal((count, 16)).astype(np.float32), dtype) for count in (64, lines))
+    (a_image, a_leading, a_stride), (b_image, b_leading, b_stride) = (
+        operand_image(a, width, bool(a_by_columns)),
+        operand_image(b, width, b_by_columns),
+    )
+    d = rng.standard_normal(128 * columns // 2).astype(np.float32)
+    before = d.copy()
+    fragments = a_fragments(a)
+    source = fragments if a_by_columns is None else a_image
+    memory = Memory.for_buffers([source.nbytes, b_image.nbytes, d.nbytes])
+    params = LayoutParams(*(memory.place(each.reshape(-1), each is d) for each in (source, b_image, d)))
+    text = text_of(
+        "layouts.cu", COLUMNS=columns, IN_REGISTERS=int(a_by_columns is None), A_BY_COLUMNS=int(bool(a_by_columns)),
+        B_BY_COLUMNS=int(b_by_columns), IS_HALF=int(dtype is DType.FLOAT16), A_BYTES=a_image.nbytes, B_BYTES=b_image.nbytes,
+        LAYOUT={0: 0, 128: 1, 64: 2, 32: 3}[width], A_LEADING=a_leading, A_STRIDE=a_stride, B_LEADING=b_leading, B_STRIDE=b_stride,
+    )  # fmt: skip
+    report = emulator.launch(text, "layouts", 1, 128, a_image.nbytes + b_image.nbytes, params, memory, LATE)
+    memory.fetch()
+    assert report.faults == ()
+    product = decode(a, dtype).astype(np.float64) @ decode(b[:columns], dtype).astype(np.float64).T
+    np.testing.assert_allclose(Warpgroup.accumulator(d, columns), Warpgroup.accumulator(before, columns) + product, rtol=1e-5, atol=1e-5)
+
+
+def a_fragments(a: Any) -> Any:
+    """The left operand as the four registers of 128 threads."""
+    thread, part, half = np.meshgrid(np.arange(128), np.arange(4), np.arange(2), indexing="ij")
+    rows = thread // 32 * 16 + thread % 32 // 4 + part % 2 * 8
+    return np.ascontiguousarray(a[rows, thread % 4 * 2 + part // 2 * 8 + half])
+
+
+# The same texts on the device's compiler ------------------------------------------------------------------------------
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", list(ELEMENTS), ids=str)
+def test_a_specialised_kernel_compiles_without_spills_or_serialised_products(dtype: DType) -> None:
+    values = {"block_kv": BLOCK_KV, "head_dim": HEAD_DIM, "head_dim_v": HEAD_DIM_V}
+    report = compiled(specialised_text("NO_FAULT", dtype), "specialised", dtype, values)
+    assert report.warnings == ()
+    assert report.spill_bytes == 0
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", list(ELEMENTS), ids=str)
+@pytest.mark.parametrize(
+    ("block_kv", "head_dim", "head_dim_v"), [(128, 128, 128), (64, 256, 256), (80, 80, 96), (16, 16, 8), (256, 64, 64)]
+)
+def test_products_of_every_shape_compile(block_kv: int, head_dim: int, head_dim_v: int, dtype: DType) -> None:
+    case = Warpgroup(block_kv, head_dim, head_dim_v, dtype)
+    values = {"block_kv": block_kv, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    report = compiled(case.text(), "warpgroup", dtype, values)
+    assert report.warnings == ()
+    assert report.spill_bytes == 0
+
+
+def compiled(text: str, entry: str, dtype: DType, values: dict[str, int | bool]) -> Any:
+    from flashgen import compiler
+
+    klass = ProblemClass(Op.FORWARD, dtype, int(values["head_dim"]), int(values["head_dim_v"]), MaskKind.NONE)
+    whole = render.expand(text, ELEMENTS[dtype], values)
+    source = Source("hopper", klass, Variant("hopper", ()), whole, entry, (EntryPoint(entry, 128, 0),), 90)
+    return compiler.read_log(compiler._run_nvrtc(source, compiler.options_for("sm_90a"))[1], "", 0.0, "", ())

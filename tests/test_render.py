@@ -80,9 +80,25 @@ def test_kernel_files_hold_no_assembly() -> None:
             assert "asm" not in path.read_text(), f"{path}: PTX belongs behind a primitive of include/ptx/"
 
 
+def test_only_two_files_hold_jinja_marks() -> None:
+    marked = {path.relative_to(paths.templates()).as_posix() for path in paths.templates().rglob("*.j2")}
+    assert marked == {"kernel.cu.j2", "include/ptx/sm90.cuh.j2"}
+
+
+def test_operand_lists_follow_the_constants() -> None:
+    text = render.expand('#include "sm90.cuh"\n', "Half", {"block_kv": 48, "head_dim": 80, "head_dim_v": 72})
+    assert not re.search(r"//%|/\*[%#]|[%#]\*/|\{\{", text)
+    assert text.count("m64n48k16.f32.f16.f16") == 5
+    assert text.count("m64n72k16.f32.f16.f16") == 3
+    for words, operands in (("wgmma_wait<0, float[24]>", 24), ("wgmma_wait<1, float[36], u32[12], float[24]>", 72)):
+        body = text.split(words)[1].split("template <>")[0]
+        assert len(re.findall(r'"\+[fr]"', body)) == operands
+
+
 def declarations(path: Path) -> set[str]:
     """Names and argument types of the functions of a primitives header."""
     text = re.sub(r"//[^\n]*", "", path.read_text())
+    text = re.sub(r"template <>\s*FG_DEVICE[^{]*", "", text)  # one shape of a primitive, not a primitive
     found = re.findall(r"FG_DEVICE\s+(?:constexpr\s+)?([\w:<>]+)\s+(\w+(?:<\w+>)?)\(([^)]*)\)", text)
     return {f"{kind} {name}({', '.join(argument_types(arguments))})" for kind, name, arguments in found}
 
@@ -96,10 +112,10 @@ def argument_types(arguments: str) -> list[str]:
     return types
 
 
-@pytest.mark.parametrize("name", ["common", "sm80"])
+@pytest.mark.parametrize("name", ["common.cuh", "sm80.cuh", "sm90.cuh.j2"])
 def test_each_primitive_has_a_twin_with_the_same_signature(name: str) -> None:
     include = paths.templates() / "include"
-    device, host = declarations(include / "ptx" / f"{name}.cuh"), declarations(include / "emu" / f"{name}.hpp")
+    device, host = declarations(include / "ptx" / name), declarations(include / "emu" / f"{name.split('.')[0]}.hpp")
     assert len(device) > 5
     assert device <= host, f"without a twin in emu/: {sorted(device - host)}"
 

@@ -1,5 +1,5 @@
-// A producer warp and two consumer warpgroups, as attention on sm_90 has them, without the softmax: O = round(Q K^T) V. The grid is
-// persistent and draws tiles from a counter. FAULT plants one mistake.
+// A producer warp and two consumer warpgroups, as attention on sm_90 has them, without the softmax: O = round(Q K^T) V, where each tile of
+// keys halves what came before. The grid is persistent and draws tiles from a counter. FAULT plants one mistake.
 #include "sm90.cuh"
 
 using namespace fg;
@@ -45,7 +45,6 @@ enum Fault {
   TOO_MANY_REGISTERS,
   NO_FENCE_AFTER_INIT,
   NO_BARRIER_AFTER_INIT,
-  TILE_READ_AFTER_RELEASE,
   WRONG_LEADING_DISTANCE,
   Q_RELEASED_EARLY,
   COUNTER_NOT_RESET,
@@ -156,6 +155,10 @@ struct Consumer {
     FG_UNROLL
     for (int i = 0; i < WEIGHTS; ++i) weights[i] = pack_pair(scores[2 * i], scores[2 * i + 1], Element{});
   }
+  FG_DEVICE void halve_output() {
+    FG_UNROLL
+    for (int i = 0; i < OUTPUTS; ++i) output[i] *= 0.5f;
+  }
   FG_DEVICE void issue_scores(const Cursor& place) {
     mbarrier_wait(shared.barrier(K_FULL + place.stage), is(K_FULL_OLD_PARITY) ? place.round ^ 1 : place.round);
     score_product<product_steps(HEAD_DIM), Element>(scores, row_operand(shared.base + Q + index * Q_BYTES),
@@ -173,8 +176,9 @@ struct Consumer {
     if (!is(Q_FULL_NOT_WAITED)) mbarrier_wait(shared.barrier(Q_FULL + index), turn & 1);
     issue_scores(at);
     if (is(SCORES_READ_EARLY)) round_scores();
+    if (is(K_RELEASED_EARLY)) release(K_EMPTY + at.stage);
     wgmma_wait<0>(scores);
-    release(K_EMPTY + at.stage);
+    if (!is(K_RELEASED_EARLY)) release(K_EMPTY + at.stage);
     if (!is(SCORES_READ_EARLY)) round_scores();
     FG_NO_UNROLL
     for (int n = 1; n < params.kv_tiles; ++n) step(n + 1 == params.kv_tiles);
@@ -192,17 +196,14 @@ struct Consumer {
     if (is(Q_RELEASED_EARLY) && last) release(Q_EMPTY + index);
     issue_scores(next);
     issue_output();
-    if (is(OUTPUT_SCALED_EARLY)) {
-      FG_UNROLL
-      for (int i = 0; i < OUTPUTS; ++i) output[i] *= 1.0f;
-    }
-    if (is(K_RELEASED_EARLY)) release(K_EMPTY + next.stage);
+    if (is(OUTPUT_SCALED_EARLY)) halve_output();
     wgmma_wait<1>(scores);
-    if (!is(K_RELEASED_EARLY)) release(K_EMPTY + next.stage);
+    release(K_EMPTY + next.stage);
     if (is(WEIGHTS_REPACKED_EARLY)) round_scores();
     if (is(V_RELEASED_EARLY)) release(V_EMPTY + at.stage);
     wgmma_wait<0>(output, weights, scores);
     if (!is(V_RELEASED_EARLY) && !is(V_NEVER_RELEASED)) release(V_EMPTY + at.stage);
+    if (!is(OUTPUT_SCALED_EARLY)) halve_output();
     if (!is(WEIGHTS_REPACKED_EARLY)) round_scores();
     at = next;
   }
@@ -234,9 +235,8 @@ struct Consumer {
     for (int turn = 0;; ++turn) {
       const int slot = turn & 1;
       mbarrier_wait(shared.barrier(TILE_FULL + slot), turn >> 1 & 1);
-      if (is(TILE_READ_AFTER_RELEASE)) release(TILE_EMPTY + slot);
       current = static_cast<int>(load_shared<u32>(shared.tile_word(slot)));
-      if (!is(TILE_READ_AFTER_RELEASE)) release(TILE_EMPTY + slot);
+      release(TILE_EMPTY + slot);
       if (current >= params.tiles) break;
       tile(turn);
     }

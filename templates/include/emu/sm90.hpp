@@ -37,7 +37,7 @@ FG_DEVICE void warp_release(u32 barrier) {
 
 // ---- bulk tensor copies ----
 
-FG_DEVICE void prefetch_map(const TensorMap*) {}
+FG_DEVICE void prefetch_map(const TensorMap* map) { static_cast<void>(map); }
 FG_DEVICE void tma_load(u32 target, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
   emu::start_load(target, map, barrier, {c0, c1, c2, c3, c4});
 }
@@ -75,30 +75,32 @@ FG_DEVICE void store_matrix_x4_transposed(u32 row_address, const u32 (&fragment)
 
 // ---- warpgroup products ----
 
+namespace emu {
 template <class Element>
 constexpr bool is_half = false;
 template <>
 constexpr bool is_half<Half> = true;
 
-FG_DEVICE u64 whole_descriptor(u32 low, u32 step) { return static_cast<u64>(DESCRIPTOR_HIGH) << 32 | (low + step); }
+inline u64 descriptor(u32 low, u32 step) { return static_cast<u64>(DESCRIPTOR_HIGH) << 32 | (low + step); }
+}  // namespace emu
 
 template <int STEPS, class Element, int REGISTERS>
 FG_DEVICE void score_product(float (&scores)[REGISTERS], u32 queries, u32 keys) {
   u64 a[STEPS], b[STEPS];
   for (int step = 0; step < STEPS; ++step) {
-    a[step] = whole_descriptor(queries, row_operand_step(step, PRODUCT_ROWS));
-    b[step] = whole_descriptor(keys, row_operand_step(step, 2 * REGISTERS));
+    a[step] = emu::descriptor(queries, row_operand_step(step, PRODUCT_ROWS));
+    b[step] = emu::descriptor(keys, row_operand_step(step, 2 * REGISTERS));
   }
-  emu::start_products({scores, nullptr, a, b, 2 * REGISTERS, STEPS, false, false, false, is_half<Element>});
+  emu::start_products({scores, nullptr, a, b, 2 * REGISTERS, STEPS, false, false, false, emu::is_half<Element>});
 }
 template <class Element, int REGISTERS, int WEIGHTS>
 FG_DEVICE void output_product(float (&output)[REGISTERS], u32 (&weights)[WEIGHTS], u32 values) {
   u64 b[WEIGHTS / 4];
-  for (int step = 0; step < WEIGHTS / 4; ++step) b[step] = whole_descriptor(values, column_operand_step(step));
-  emu::start_products({output, weights, nullptr, b, 2 * REGISTERS, WEIGHTS / 4, true, false, true, is_half<Element>});
+  for (int step = 0; step < WEIGHTS / 4; ++step) b[step] = emu::descriptor(values, column_operand_step(step));
+  emu::start_products({output, weights, nullptr, b, 2 * REGISTERS, WEIGHTS / 4, true, false, true, emu::is_half<Element>});
 }
 template <int PENDING, class... Registers>
-FG_DEVICE void wgmma_wait(Registers&...) {
+FG_DEVICE void wgmma_wait(Registers&... pinned) {
   emu::wait_products(PENDING);
 }
 
