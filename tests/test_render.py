@@ -83,6 +83,7 @@ def test_kernel_files_hold_no_assembly() -> None:
 def test_only_two_files_hold_jinja_marks() -> None:
     marked = {path.relative_to(paths.templates()).as_posix() for path in paths.templates().rglob("*.j2")}
     assert marked == {"kernel.cu.j2", "include/ptx/sm90.cuh.j2"}
+    assert render.undeclared("include/ptx/sm90.cuh.j2") == {"constants", "element"}
 
 
 def test_operand_lists_follow_the_constants() -> None:
