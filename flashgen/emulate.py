@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from flashgen import paths
 from flashgen.errors import CompileError, EmulationFault, HomeNotWritable, LaunchError, MissingDependency
-from flashgen.launch import Operand, forward_params
+from flashgen.launch import Operand, copied_for_maps, forward_params, source_params
 from flashgen.model import DeviceLimits, ExecutorName, ForwardTensors, Problem, Source, Tensor
 
 RUNTIME_OPTIONS = ("-O2", "-ftree-vectorize", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -536,10 +536,13 @@ class EmulatedExecutor:
         Raises CompileError, LaunchError, and EmulationFault with every broken rule; the buffers hold what the kernel wrote even then.
         """
         grids, workspace_bytes = self._grids(source, problem)
-        memory = Memory.for_buffers([*(tensor.buffer.nbytes for _, tensor in tensors.named()), workspace_bytes])
-        operands = {name: _operand(memory, tensor, name in ("o", "lse")) for name, tensor in tensors.named()}
+        used = copied_for_maps(tensors, problem.dtype) if source.boxes else tensors
+        counters = np.zeros(source.counters, np.uint32)
+        memory = Memory.for_buffers([*(tensor.buffer.nbytes for _, tensor in used.named()), workspace_bytes, counters.nbytes])
+        operands = {name: _operand(memory, tensor, name in ("o", "lse")) for name, tensor in used.named()}
         lse_address, workspace_address = operands.pop("lse").address, memory.scratch(workspace_bytes)
-        params = forward_params(problem, scale, **operands, lse_address=lse_address, workspace_address=workspace_address)
+        plain = forward_params(problem, scale, **operands, lse_address=lse_address, workspace_address=workspace_address)
+        params = source_params(source, plain, problem, memory.place(counters, True) if source.counters else 0, self.name)
         self.last_report = EmulationReport()
         for entry, grid in zip(source.entry_points, grids, strict=True):
             self.last_report += self._emulator.launch(
@@ -549,7 +552,11 @@ class EmulatedExecutor:
             if self.last_report.num_faults:
                 break
         memory.fetch()
+        if used.o is not tensors.o:
+            tensors.o.view()[...] = used.o.view()
         self.last_report.check(f"{source.variant} for {problem} under {self.policy}")
+        if counters.any():
+            raise EmulationFault(f"{source.variant} for {problem} left its counters at {counters.tolist()}; the next launch needs zeros.")
 
 
 def space_grids(device: DeviceLimits) -> GridRule:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import log2
 
 from flashgen.errors import InvalidProblem
-from flashgen.model import MaskKind, Problem
+from flashgen.model import DType, ExecutorName, ForwardTensors, MaskKind, Problem, Source, Tensor
+from flashgen.tensor_map import MAP_BYTES, MapBytes, TensorMapSpec
 
 LOG2_E = 1.4426950408889634
 VECTOR_BYTES = 16
@@ -50,6 +51,17 @@ class ForwardStruct(ctypes.Structure):
     ]
 
 
+class MappedForwardStruct(ctypes.Structure):
+    """Twin of fg::MappedForwardParams: tensor maps first, since they are 128-byte aligned, and padded to a multiple of that."""
+
+    _fields_ = [
+        *((name, MapBytes) for name in ("q", "k", "v", "o")),
+        ("problem", ForwardStruct),
+        ("counters", ctypes.c_void_p),
+        ("padding", ctypes.c_ubyte * (-(ctypes.sizeof(ForwardStruct) + ctypes.sizeof(ctypes.c_void_p)) % MAP_BYTES)),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Operand:
     """Address in bytes and (batch, head, row) strides in elements of one tensor whose last stride is 1."""
@@ -75,6 +87,51 @@ def forward_params(
     for name, operand in (("q", q), ("k", k), ("v", v), ("o", o)):
         setattr(params, f"{name}_strides", StridesStruct(*operand.strides))
     return params
+
+
+def source_params(source: Source, plain: ForwardStruct, problem: Problem, counters_address: int, executor: ExecutorName) -> ctypes.Structure:
+    """The parameter block that `source` takes: `plain` itself, or with tensor maps and counters around it. Raises LaunchError."""
+    if not source.boxes:
+        return plain
+    params = MappedForwardStruct(problem=plain, counters=counters_address)
+    for name, rows in source.boxes:
+        encoded = map_of(name, rows, plain, problem).encode(executor)
+        ctypes.memmove(ctypes.addressof(params) + getattr(MappedForwardStruct, name).offset, encoded, MAP_BYTES)
+    return params
+
+
+def map_of(name: str, rows: int, plain: ForwardStruct, problem: Problem) -> TensorMapSpec:
+    """The tensor map of q, k, v or o: dims (columns, rows, heads, batch), boxes of 64 columns of `rows` rows."""
+    heads, length = (problem.heads_q, problem.seqlen_q) if name in "qo" else (problem.heads_kv, problem.seqlen_kv)
+    columns, size = (problem.head_dim if name in "qk" else problem.head_dim_v), problem.dtype.bytes
+    strides = getattr(plain, f"{name}_strides")
+    # A stride along an extent of 1 is never used, and an empty tensor is never read; both must still be numbers that the driver takes.
+    pairs = ((strides.row, length), (strides.head, heads), (strides.batch, problem.batch))
+    in_bytes = tuple(stride * size if extent > 1 else 16 for stride, extent in pairs)
+    dims = (columns, max(1, length), heads, max(1, problem.batch))
+    return TensorMapSpec(getattr(plain, name) or 16, problem.dtype, dims, in_bytes, (64, rows, 1, 1))
+
+
+def copied_for_maps(tensors: ForwardTensors, dtype: DType) -> ForwardTensors:
+    """The tensors, those that no tensor map can describe (unaligned rows, repeated heads) replaced by contiguous copies."""
+    operands = (tensors.q, tensors.k, tensors.v, tensors.o)
+    return ForwardTensors(*(each if mappable(each, dtype) else contiguous_copy(each) for each in operands), tensors.lse)
+
+
+def mappable(tensor: Tensor, dtype: DType) -> bool:
+    """Whether every row starts on a 16-byte boundary, given a buffer that does, and no stride along a real extent is 0."""
+    steps = [(stride * dtype.bytes, extent) for stride, extent in zip(tensor.strides[:3], tensor.shape[:3], strict=True)]
+    whole = tensor.offset * dtype.bytes % VECTOR_BYTES == 0
+    return whole and all(extent <= 1 or (step > 0 and step % VECTOR_BYTES == 0) for step, extent in steps)
+
+
+def contiguous_copy(tensor: Tensor) -> Tensor:
+    """A tensor of the same values in a buffer of its own."""
+    import numpy as np
+
+    batch, heads, rows, columns = tensor.shape
+    values = np.ascontiguousarray(tensor.view()).reshape(-1)
+    return Tensor(values, 0, tensor.shape, (heads * rows * columns, rows * columns, columns, 1))
 
 
 def window_bounds(problem: Problem) -> tuple[int, int]:

@@ -231,6 +231,8 @@ class Source:
     digest: str
     entry_points: tuple[EntryPoint, ...]
     min_sm: int
+    boxes: tuple[tuple[str, int], ...] = ()  # tensors copied through tensor maps, and the rows of one copy
+    counters: int = 0  # words of device memory that a launch finds zero and leaves zero
 
 
 @dataclass(frozen=True, slots=True)

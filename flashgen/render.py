@@ -35,18 +35,18 @@ def render(space: Space, klass: ProblemClass, variant: Variant) -> Source:
     """The source of one variant for one problem class. Raises InfeasibleVariant when the variant belongs to another family."""
     if variant.family != space.family:
         raise InfeasibleVariant(f"Variant {variant} belongs to family {variant.family}, not to {space.family}.")
-    entry_points = space.entry_points(klass, variant)
+    entry_points, boxes = space.entry_points(klass, variant), space.boxes(klass, variant)
     context = {
         "title": f"flashgen {variant} for {_describe(klass)}",
         "template": space.template,
         "element": _ELEMENT[klass.dtype],
         "constants": constants(space, klass, variant),
         "entry_points": entry_points,
-        "params": _PARAMS[klass.op],
+        "params": ("Mapped" if boxes else "") + _PARAMS[klass.op],
         "ctas_per_sm": variant.as_dict().get("ctas_per_sm", 1),
     }
     text = _Expander(paths.templates(), context).expand()
-    return Source(space.family, klass, variant, text, digest(text, entry_points), entry_points, space.min_sm)
+    return Source(space.family, klass, variant, text, digest(text, entry_points, boxes), entry_points, space.min_sm, boxes, space.counters)
 
 
 def expand(text: str, element: str, values: Mapping[str, int | bool]) -> str:
@@ -65,12 +65,13 @@ def constants(space: Space, klass: ProblemClass, variant: Variant) -> dict[str, 
     }
 
 
-def digest(text: str, entry_points: tuple[EntryPoint, ...]) -> str:
+def digest(text: str, entry_points: tuple[EntryPoint, ...], boxes: tuple[tuple[str, int], ...] = ()) -> str:
     """sha256 over the text without comments, line marks and blank space, and over how it is launched."""
     bare = _STRING_OR_COMMENT.sub(lambda match: match[0] if match[0].startswith('"') else " ", text)
     lines = (" ".join(line.split()) for line in bare.splitlines())
     kept = [line for line in lines if line and not line.startswith("#line")]
     launches = [f"{entry.name} {entry.threads} {entry.shared_bytes}" for entry in entry_points]
+    launches += [f"box {name} {rows}" for name, rows in boxes]
     return hashlib.sha256("\n".join(kept + launches).encode()).hexdigest()
 
 

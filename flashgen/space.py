@@ -119,6 +119,16 @@ class Space:
             for index, rule in enumerate(self.definition.launches)
         )
 
+    def boxes(self, klass: ProblemClass, variant: Variant) -> tuple[tuple[str, int], ...]:
+        """Tensors that are copied through tensor maps, with the rows of one box; empty for families without such copies."""
+        at = self._class_names(klass, variant)
+        return tuple((name, self._value(f"tensor_maps.{name}", rows, at)) for name, rows in self.definition.tensor_maps.items())
+
+    @property
+    def counters(self) -> int:
+        """Words of device memory that a launch finds zero and leaves zero."""
+        return self.definition.counters
+
     def bind(self, problem: Problem, device: DeviceLimits) -> BoundSpace:
         """The space for one problem on one device. Raises UnsupportedProblem with the reason."""
         reason = self.unsupported(problem, device)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
@@ -116,6 +116,8 @@ class _RawSpace(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     shared_parts: list[str] | None = None
     cost: dict[str, Any] = {}
     baseline: bool = False
+    tensor_maps: dict[str, _Formula] = {}
+    counters: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,8 @@ class Definition:
     cost: Mapping[str, int]
     digest: str
     baseline: bool = False  # for comparison only; a search does not offer it
+    tensor_maps: Mapping[str, Expression] = field(default_factory=dict)  # rows of the boxes that bulk copies move, by tensor
+    counters: int = 0  # words of device memory that are zero between launches
 
     def refuse(self, field: str, reason: object) -> NoReturn:
         """Raise InvalidSpace with file and field."""
@@ -242,7 +246,7 @@ class _Reader:
             seeds=tuple(self.point(seed, f"seeds[{index}]", parameters, conditions) for index, seed in enumerate(raw.seeds)),
             fallback=self.point(raw.fallback, "fallback", parameters, conditions),
             shared_parts=self.shared_parts(derived), cost=self.cost(), digest=_digest(self.value),
-            baseline=raw.baseline,
+            baseline=raw.baseline, tensor_maps=self.tensor_maps(class_known.union(class_derived)), counters=raw.counters,
         )  # fmt: skip
 
     def identifier(self, name: str, field: str, taken: Iterable[str] = ()) -> None:
@@ -368,6 +372,11 @@ class _Reader:
             if name not in derived or not name.endswith("_bytes"):
                 self.refuse("shared_parts", f"{name!r} is not a derived quantity whose name ends in _bytes.")
         return tuple(self.raw.shared_parts)
+
+    def tensor_maps(self, known: Iterable[str]) -> dict[str, Expression]:
+        if unknown := sorted(set(self.raw.tensor_maps) - {"q", "k", "v", "o"}):
+            self.refuse("tensor_maps", f"{unknown[0]!r} is not a tensor; the tensors are q, k, v, o.")
+        return {name: self.formula(value, f"tensor_maps.{name}", known) for name, value in self.raw.tensor_maps.items()}
 
     def cost(self) -> dict[str, int]:
         return {name: self.convert(value, bool | _INT32, f"cost.{name}") for name, value in self.raw.cost.items()}  # type: ignore[arg-type]

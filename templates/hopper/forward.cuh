@@ -1,0 +1,409 @@
+// Forward attention with warpgroup products and bulk tensor copies: sm_90a, 16-bit elements.
+//
+// One warpgroup produces: a thread copies tiles of K and V into rings and hands out query tiles, another copies Q. The others consume, 64
+// query rows each. A consumer walks over its KV tiles from the right edge to the left and has the next scores computed by the tensor cores
+// before it asks for the present output, so that one warpgroup's softmax runs beside another's products.
+#pragma once
+#include "mask.cuh"
+#include "tile_scheduler.cuh"
+#include "warpgroup_softmax.cuh"
+
+namespace fg {
+
+enum Epilogue : int {
+  EPILOGUE_DIRECT = 0,  // registers to global memory, 16 bytes per lane
+  EPILOGUE_BULK = 1,    // through a tile of shared memory of its own, by a bulk store that overlaps the next tile
+};
+
+template <class C>
+struct HopperShape {
+  static constexpr int CONSUMERS = C::CONSUMER_WARPGROUPS, ROWS = PRODUCT_ROWS;  // query rows per consumer
+  static_assert(C::BLOCK_Q == CONSUMERS * ROWS && C::THREADS == (CONSUMERS + 1) * 128, "one warpgroup per 64 query rows, and the producer");
+  static_assert(C::BLOCK_KV % 16 == 0, "tiles hold whole products");
+
+  static constexpr int Q_BYTES = operand_bytes(ROWS, C::HEAD_DIM), O_BYTES = operand_bytes(ROWS, C::HEAD_DIM_V);
+  static constexpr int K_BYTES = operand_bytes(C::BLOCK_KV, C::HEAD_DIM), V_BYTES = operand_bytes(C::BLOCK_KV, C::HEAD_DIM_V);
+  static constexpr int Q = 0, O = Q + CONSUMERS * Q_BYTES;
+  static constexpr int K = O + (C::EPILOGUE == EPILOGUE_BULK ? CONSUMERS * O_BYTES : 0), V = K + C::NUM_STAGES * K_BYTES;
+  static constexpr int BARRIERS = V + C::NUM_STAGES * V_BYTES;
+
+  // mbarriers, eight bytes each
+  static constexpr int K_FULL = 0, K_EMPTY = K_FULL + C::NUM_STAGES, V_FULL = K_EMPTY + C::NUM_STAGES, V_EMPTY = V_FULL + C::NUM_STAGES;
+  static constexpr int Q_FULL = V_EMPTY + C::NUM_STAGES, Q_EMPTY = Q_FULL + CONSUMERS;
+  static constexpr int TILE_FULL = Q_EMPTY + CONSUMERS, TILE_EMPTY = TILE_FULL + 2, TILE_WORDS = TILE_EMPTY + 2, END = TILE_WORDS + 1;
+  static_assert(BARRIERS + 8 * END == C::SHARED_BYTES, "the layout of shared memory is the formula of the search space");
+
+  static constexpr int DEPTH_STEPS = product_steps(C::HEAD_DIM);
+  static constexpr int SCORES = C::BLOCK_KV / 2, OUTPUTS = product_columns(C::HEAD_DIM_V) / 2, WEIGHTS = C::BLOCK_KV / 4;  // registers
+
+  // named barriers; 0 is block_sync
+  static constexpr int TURN = 1, STORE = TURN + CONSUMERS;
+
+  FG_DEVICE static u32 barrier(u32 shared, int index) { return shared + static_cast<u32>(BARRIERS + 8 * index); }
+  FG_DEVICE static TileSequence<C> tiles(u32 shared) {
+    return {barrier(shared, TILE_WORDS), barrier(shared, TILE_FULL), barrier(shared, TILE_EMPTY)};
+  }
+};
+
+template <class C>
+FG_DEVICE void initialise_barriers(u32 shared) {
+  using Shape = HopperShape<C>;
+  constexpr int CONSUMER_WARPS = 4 * Shape::CONSUMERS;
+  for (int stage = 0; stage < C::NUM_STAGES; ++stage) {
+    mbarrier_init(Shape::barrier(shared, Shape::K_FULL + stage), 1);
+    mbarrier_init(Shape::barrier(shared, Shape::K_EMPTY + stage), CONSUMER_WARPS);
+    mbarrier_init(Shape::barrier(shared, Shape::V_FULL + stage), 1);
+    mbarrier_init(Shape::barrier(shared, Shape::V_EMPTY + stage), CONSUMER_WARPS);
+  }
+  for (int consumer = 0; consumer < Shape::CONSUMERS; ++consumer) {
+    mbarrier_init(Shape::barrier(shared, Shape::Q_FULL + consumer), 1);
+    mbarrier_init(Shape::barrier(shared, Shape::Q_EMPTY + consumer), 4);
+  }
+  if constexpr (C::SCHEDULER == SCHEDULER_DYNAMIC) {
+    TileSequence<C>::initialise(Shape::barrier(shared, Shape::TILE_FULL), Shape::barrier(shared, Shape::TILE_EMPTY));
+  }
+  fence_mbarrier_init();
+}
+
+// A slot of the K and V rings, and the parity of the round in which it is used.
+template <class C>
+struct RingPlace {
+  int stage = 0;
+  u32 round = 0;
+
+  FG_DEVICE RingPlace next() const { return stage + 1 == C::NUM_STAGES ? RingPlace{0, round ^ 1} : RingPlace{stage + 1, round}; }
+};
+
+// ---- producer ----
+
+template <int ROWS, int COLUMNS>
+FG_DEVICE void load_tile(u32 target, const TensorMap* map, u32 barrier, int row, int head, int batch) {
+  mbarrier_expect(barrier, operand_bytes(ROWS, COLUMNS));
+  FG_UNROLL
+  for (int chunk = 0; chunk < chunks_of(COLUMNS); ++chunk) {
+    tma_load(target + static_cast<u32>(chunk * chunk_bytes(ROWS)), map, barrier, chunk * SWIZZLE_COLUMNS, row, head, batch, 0);
+  }
+}
+
+template <class C>
+struct KeyValueProducer {
+  using Shape = HopperShape<C>;
+  const MappedForwardParams& params;
+  const u32 shared;
+
+  FG_DEVICE void load_keys(RingPlace<C> at, const Place& place, int tile) const {
+    mbarrier_wait(Shape::barrier(shared, Shape::K_EMPTY + at.stage), at.round ^ 1);
+    load_tile<C::BLOCK_KV, C::HEAD_DIM>(shared + Shape::K + at.stage * Shape::K_BYTES, &params.k,
+                                        Shape::barrier(shared, Shape::K_FULL + at.stage), tile * C::BLOCK_KV, place.head_kv, place.batch);
+  }
+  FG_DEVICE void load_values(RingPlace<C> at, const Place& place, int tile) const {
+    mbarrier_wait(Shape::barrier(shared, Shape::V_EMPTY + at.stage), at.round ^ 1);
+    load_tile<C::BLOCK_KV, C::HEAD_DIM_V>(shared + Shape::V + at.stage * Shape::V_BYTES, &params.v,
+                                          Shape::barrier(shared, Shape::V_FULL + at.stage), tile * C::BLOCK_KV, place.head_kv, place.batch);
+  }
+
+  // K runs one tile ahead of V, as the consumers use them.
+  FG_DEVICE void run() const {
+    const WorkOrder<C> order(params.problem);
+    TileSequence<C> sequence = Shape::tiles(shared);
+    RingPlace<C> at;
+    FG_NO_UNROLL
+    for (int tile = sequence.draw(params, order.tiles); tile != NO_TILE; tile = sequence.draw(params, order.tiles)) {
+      const Place place = order.place(params.problem, tile);
+      const TileRange<C> range(params.problem, place.first_row, C::BLOCK_Q);
+      if (range.count() > 0) load_keys(at, place, range.last - 1);
+      FG_NO_UNROLL
+      for (int n = range.last - 1; n >= range.first; --n) {
+        if (n > range.first) load_keys(at.next(), place, n - 1);
+        load_values(at, place, n);
+        at = at.next();
+      }
+    }
+  }
+};
+
+template <class C>
+FG_DEVICE void produce_queries(const MappedForwardParams& params, u32 shared) {
+  using Shape = HopperShape<C>;
+  const WorkOrder<C> order(params.problem);
+  TileSequence<C> sequence = Shape::tiles(shared);
+  u32 round = 0;
+  FG_NO_UNROLL
+  for (int tile = sequence.read_alone(order.tiles); tile != NO_TILE; tile = sequence.read_alone(order.tiles)) {
+    const Place place = order.place(params.problem, tile);
+    FG_NO_UNROLL
+    for (int consumer = 0; consumer < Shape::CONSUMERS; ++consumer) {
+      mbarrier_wait(Shape::barrier(shared, Shape::Q_EMPTY + consumer), round ^ 1);
+      load_tile<Shape::ROWS, C::HEAD_DIM>(shared + Shape::Q + consumer * Shape::Q_BYTES, &params.q,
+                                          Shape::barrier(shared, Shape::Q_FULL + consumer), place.first_row + consumer * Shape::ROWS,
+                                          place.head_q, place.batch);
+    }
+    round ^= 1;
+  }
+}
+
+// ---- consumers ----
+
+// What one consumer does with the KV tiles of its CTA: it passes by those that none of its 64 rows sees.
+struct TileWalk {
+  int newest, passed_first, seen, passed_last;
+
+  template <class C>
+  FG_DEVICE static TileWalk of(const TileRange<C>& cta, const TileRange<C>& own, bool has_rows) {
+    const int last = has_rows ? minimum(maximum(own.last, cta.first), cta.last) : cta.first;
+    const int first = has_rows ? minimum(maximum(own.first, cta.first), last) : cta.first;
+    return {cta.last - 1, cta.last - last, last - first, first - cta.first};
+  }
+};
+
+template <class C>
+struct Consumer {
+  using Shape = HopperShape<C>;
+  using Element = typename C::Element;
+  const MappedForwardParams& params;
+  const u32 shared;
+  const int index, warp, lane;  // of the warpgroup among the consumers, of the warp in the warpgroup, in the warp
+  RingPlace<C> at;
+  u32 round = 0;  // of the query tile
+  WarpgroupSoftmax<C> softmax;
+  float scores[Shape::SCORES], output[Shape::OUTPUTS];
+  u32 weights[Shape::WEIGHTS];
+
+  FG_DEVICE u32 barrier(int which) const { return Shape::barrier(shared, which); }
+  FG_DEVICE u32 queries() const { return row_operand(shared + static_cast<u32>(Shape::Q + index * Shape::Q_BYTES)); }
+  FG_DEVICE u32 keys(int stage) const { return row_operand(shared + Shape::K) + static_cast<u32>(stage) * descriptor_step(Shape::K_BYTES); }
+  FG_DEVICE u32 values(int stage) const {
+    return column_operand(shared + Shape::V, C::BLOCK_KV) + static_cast<u32>(stage) * descriptor_step(Shape::V_BYTES);
+  }
+
+  // Turns of the tensor cores go round the consumers, so that their softmax phases do not coincide.
+  FG_DEVICE void take_turn() const {
+    if constexpr (C::PING_PONG) barrier_sync(Shape::TURN + index, 256);
+  }
+  FG_DEVICE void pass_turn() const {
+    if constexpr (C::PING_PONG) barrier_arrive(Shape::TURN + (index + 1 == Shape::CONSUMERS ? 0 : index + 1), 256);
+  }
+
+  FG_DEVICE void wait_keys(RingPlace<C> place) const { mbarrier_wait(barrier(Shape::K_FULL + place.stage), place.round); }
+  FG_DEVICE void wait_values(RingPlace<C> place) const { mbarrier_wait(barrier(Shape::V_FULL + place.stage), place.round); }
+  FG_DEVICE void release_keys(RingPlace<C> place) const { warp_release(barrier(Shape::K_EMPTY + place.stage)); }
+  FG_DEVICE void release_values(RingPlace<C> place) const { warp_release(barrier(Shape::V_EMPTY + place.stage)); }
+
+  // Tiles that this consumer does not see are given back unread, in order, with its turns: one per tile but the first that it computes, so
+  // a consumer that computes none leaves one out as well.
+  FG_DEVICE void pass_by(int tiles, int turns) {
+    FG_NO_UNROLL
+    for (int i = 0; i < tiles; ++i) {
+      if (i < turns) {
+        take_turn();
+        pass_turn();
+      }
+      wait_keys(at);
+      release_keys(at);
+      wait_values(at);
+      release_values(at);
+      at = at.next();
+    }
+  }
+
+  FG_DEVICE void hide(int row, int tile) {
+    const int column = tile * C::BLOCK_KV + lane % 4 * 2;
+    const VisibleKeys seen[2] = {visible_keys<C>(params.problem, row), visible_keys<C>(params.problem, row + 8)};
+    FG_UNROLL
+    for (int i = 0; i < Shape::SCORES; ++i) {
+      const int key = column + column_of(i);
+      const VisibleKeys& keys = seen[row_of(i)];
+      if (key > keys.last || (C::MASK == MASK_WINDOW && key < keys.first)) scores[i] = -infinity();
+    }
+  }
+
+  FG_DEVICE void pack_weights() {
+    FG_UNROLL
+    for (int i = 0; i < Shape::WEIGHTS; ++i) weights[i] = pack_pair(scores[2 * i], scores[2 * i + 1], Element{});
+  }
+
+  // The first tile that is seen: nothing to overlap with yet.
+  FG_DEVICE void begin(const TileRange<C>& range, int row, int tile) {
+    wait_keys(at);
+    score_product<Shape::DEPTH_STEPS, Element>(scores, queries(), keys(at.stage));
+    wgmma_wait<0>(scores);
+    release_keys(at);
+    if (range.needs_mask(tile)) hide(row, tile);
+    softmax.update(scores, params.problem.scale_log2);
+    pack_weights();
+  }
+
+  // Scores of the next tile and output of the present one are under way together; the softmax runs while the output is computed.
+  FG_DEVICE void advance(const TileRange<C>& range, int row, int tile) {
+    const RingPlace<C> next = at.next();
+    wait_keys(next);
+    take_turn();
+    score_product<Shape::DEPTH_STEPS, Element>(scores, queries(), keys(next.stage));
+    wait_values(at);
+    output_product<Element>(output, weights, values(at.stage));
+    pass_turn();
+    wgmma_wait<1>(scores);
+    release_keys(next);
+    if (range.needs_mask(tile)) hide(row, tile);
+    softmax.update(scores, params.problem.scale_log2);
+    wgmma_wait<0>(output, weights, scores);
+    release_values(at);
+    softmax.rescale_output(output);
+    pack_weights();
+    at = next;
+  }
+
+  FG_DEVICE void end() {
+    wait_values(at);
+    output_product<Element>(output, weights, values(at.stage));
+    wgmma_wait<0>(output, weights);
+    release_values(at);
+    at = at.next();
+  }
+
+  FG_DEVICE void compute(const Place& place) {
+    const int first_row = place.first_row + index * Shape::ROWS, row = first_row + warp * 16 + lane / 4;
+    const TileRange<C> cta(params.problem, place.first_row, C::BLOCK_Q), own(params.problem, first_row, Shape::ROWS);
+    const TileWalk walk = TileWalk::of<C>(cta, own, first_row < params.problem.seqlen_q);
+    FG_UNROLL
+    for (int i = 0; i < Shape::OUTPUTS; ++i) output[i] = 0.0f;
+    softmax.start();
+    mbarrier_wait(barrier(Shape::Q_FULL + index), round);
+    pass_by(walk.passed_first, walk.seen > 0 ? walk.passed_first : walk.passed_first - 1);
+    if (walk.seen > 0) {
+      int tile = walk.newest - walk.passed_first;
+      begin(own, row, tile);
+      FG_NO_UNROLL
+      for (int i = 1; i < walk.seen; ++i) advance(own, row, --tile);
+    }
+    warp_release(barrier(Shape::Q_EMPTY + index));
+    if (walk.seen > 0) end();
+    pass_by(walk.passed_last, walk.passed_last);
+    round ^= 1;
+    softmax.finish();
+    store_lse(place, row);
+    if constexpr (C::EPILOGUE == EPILOGUE_BULK) {
+      store_bulk(place, first_row);
+    } else {
+      store_direct(place, row);
+    }
+  }
+
+  FG_DEVICE void store_lse(const Place& place, int row) const {
+    float* lse = lse_of(params.problem, place);
+    FG_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const float value = softmax.lse(r, params.problem.scale_log2);
+      if (lane % 4 == 0 && row + 8 * r < params.problem.seqlen_q) store_global(lse + row + 8 * r, value);
+    }
+  }
+
+  FG_DEVICE u32 normalised_pair(int i, const float (&inverse)[2]) const {
+    return pack_pair(output[i] * inverse[row_of(i)], output[i + 1] * inverse[row_of(i)], Element{});
+  }
+  FG_DEVICE void inverse_sums(float (&inverse)[2]) const {
+    FG_UNROLL
+    for (int r = 0; r < 2; ++r) inverse[r] = softmax.empty(r) ? 0.0f : 1.0f / softmax.row_sum[r];
+  }
+
+  // Four lanes hold four 8-column tiles of one row, two columns each; afterwards each lane holds the 8 columns of one tile.
+  FG_DEVICE void transpose_quad(u32 (&word)[4]) const {
+    FG_UNROLL
+    for (int step = 1; step <= 2; step *= 2) {
+      const bool upper = (lane & step) != 0;
+      FG_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        if (i & step) continue;
+        const u32 taken = shuffle_xor(upper ? word[i] : word[i + step], step);
+        if (upper) {
+          word[i] = taken;
+        } else {
+          word[i + step] = taken;
+        }
+      }
+    }
+  }
+
+  FG_DEVICE void store_direct(const Place& place, int row) const {
+    constexpr int TILES = Shape::OUTPUTS / 4;  // of 8 columns
+    Element* o = head_of<Element>(params.problem.o, params.problem.o_strides, place.batch, place.head_q);
+    float inverse[2];
+    inverse_sums(inverse);
+    FG_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      FG_UNROLL
+      for (int first = 0; first < TILES; first += 4) {
+        u32 word[4];
+        FG_UNROLL
+        for (int i = 0; i < 4; ++i) word[i] = normalised_pair(minimum(first + i, TILES - 1) * 4 + 2 * r, inverse);
+        transpose_quad(word);
+        const int tile = first + lane % 4;
+        if (row + 8 * r >= params.problem.seqlen_q || tile >= TILES) continue;
+        Element* target = o + (row + 8 * r) * params.problem.o_strides.row + tile * 8;
+        store_global(reinterpret_cast<Vector16*>(target), Vector16{{word[0], word[1], word[2], word[3]}});
+      }
+    }
+  }
+
+  FG_DEVICE void store_bulk(const Place& place, int first_row) const {
+    constexpr int TILES = Shape::OUTPUTS / 4;
+    const u32 tile = shared + static_cast<u32>(Shape::O + index * Shape::O_BYTES);
+    const bool leads = warp == 0 && lane == 0;
+    float inverse[2];
+    inverse_sums(inverse);
+    if (leads) bulk_wait_read<0>();  // the store of the last tile has read the buffer
+    barrier_sync(Shape::STORE + index, 128);
+    FG_UNROLL
+    for (int first = 0; first < TILES; first += 2) {
+      u32 fragment[4];
+      FG_UNROLL
+      for (int i = 0; i < 4; ++i) fragment[i] = normalised_pair(minimum(first + i / 2, TILES - 1) * 4 + i % 2 * 2, inverse);
+      store_matrix_x4(tile + operand_offset(Shape::ROWS, warp * 16 + lane % 16, (first + lane / 16) * 8), fragment);
+    }
+    fence_proxy_async();
+    barrier_sync(Shape::STORE + index, 128);
+    if (leads) {
+      FG_UNROLL
+      for (int chunk = 0; chunk < chunks_of(C::HEAD_DIM_V); ++chunk) {
+        tma_store(&params.o, tile + static_cast<u32>(chunk * chunk_bytes(Shape::ROWS)), chunk * SWIZZLE_COLUMNS, first_row, place.head_q,
+                  place.batch, 0);
+      }
+      bulk_commit();
+    }
+  }
+
+  FG_DEVICE void run() {
+    const WorkOrder<C> order(params.problem);
+    TileSequence<C> sequence = Shape::tiles(shared);
+    if (C::PING_PONG && index == 0) barrier_arrive(Shape::TURN, 256);  // the first turn is free
+    FG_NO_UNROLL
+    for (int tile = sequence.read(order.tiles); tile != NO_TILE; tile = sequence.read(order.tiles))
+      compute(order.place(params.problem, tile));
+    if (C::EPILOGUE == EPILOGUE_BULK && warp == 0 && lane == 0) bulk_wait<0>();
+  }
+};
+
+template <class C>
+FG_DEVICE void forward(const MappedForwardParams& params) {
+  using Shape = HopperShape<C>;
+  const u32 shared = dynamic_shared();
+  const int warp = warp_uniform(thread_index() / WARP_LANES), lane = thread_index() % WARP_LANES, warpgroup = warp / 4;
+  if (thread_index() == 0) initialise_barriers<C>(shared);
+  block_sync();
+  if (warpgroup == 0) {
+    registers_decrease<C::PRODUCER_REGISTERS>();
+    if (warp == 0 && lane == 0) {
+      prefetch_map(&params.k);
+      prefetch_map(&params.v);
+      KeyValueProducer<C>{params, shared}.run();
+    } else if (warp == 1 && lane == 0) {
+      prefetch_map(&params.q);
+      produce_queries<C>(params, shared);
+    }
+  } else {
+    registers_increase<C::CONSUMER_REGISTERS>();
+    Consumer<C>{params, shared, warpgroup - 1, warp % 4, lane}.run();
+  }
+}
+
+}  // namespace fg

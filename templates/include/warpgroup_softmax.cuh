@@ -1,0 +1,101 @@
+// Online softmax on the accumulators of warpgroup products: register i of a lane lies in row i / 2 % 2 of the two rows that the lane shares
+// with three others, and in columns 8 * (i / 4) + i % 2 from the lane's first one.
+//
+// The maximum is followed lazily: lanes look at their own scores only, and a vote of the warp decides whether rows talk and rescale. That
+// is exact, since the reference need not be the maximum, only near it.
+#pragma once
+#include "numeric.cuh"
+
+namespace fg {
+
+FG_DEVICE constexpr int row_of(int i) { return i / 2 % 2; }
+FG_DEVICE constexpr int column_of(int i) { return i / 4 * 8 + i % 2; }
+
+template <class C>
+struct WarpgroupSoftmax {
+  // Above this many log2 units, half an ulp of the base would show in a 16-bit result: fused score * scale - base keeps its rounding.
+  static constexpr float HUGE_LOG2 = 4096.0f;
+
+  float reference[2], row_sum[2];
+  float rescale[2];  // what the output has to be multiplied by, once the products under way are done
+  bool rescales;     // the same in the whole warp
+
+  FG_DEVICE void start() {
+    FG_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      reference[r] = -infinity();
+      row_sum[r] = 0.0f;
+    }
+    rescales = false;
+  }
+
+  // Turns scores into probabilities relative to the reference.
+  template <int SCORES>
+  FG_DEVICE void update(float (&scores)[SCORES], float scale_log2) {
+    float lane_max[2] = {scores[0], scores[2]};
+    FG_UNROLL
+    for (int i = 0; i < SCORES; ++i) lane_max[row_of(i)] = larger(lane_max[row_of(i)], scores[i]);
+    bool grows = false;
+    FG_UNROLL
+    for (int r = 0; r < 2; ++r) grows |= (lane_max[r] - reference[r]) * scale_log2 > static_cast<float>(C::RESCALE_THRESHOLD);
+    rescales = warp_any(grows);
+    if (rescales) raise_reference(lane_max, scale_log2);
+    exponentiate(scores, scale_log2);
+  }
+
+  template <int OUTPUTS>
+  FG_DEVICE void rescale_output(float (&output)[OUTPUTS]) const {
+    if (!rescales) return;
+    FG_UNROLL
+    for (int i = 0; i < OUTPUTS; ++i) output[i] *= rescale[row_of(i)];
+  }
+
+  FG_DEVICE void finish() {
+    FG_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      row_sum[r] += shuffle_xor(row_sum[r], 1);
+      row_sum[r] += shuffle_xor(row_sum[r], 2);
+    }
+  }
+  FG_DEVICE bool empty(int r) const { return !(row_sum[r] > 0.0f); }
+  FG_DEVICE float lse(int r, float scale_log2) const {
+    return empty(r) ? -infinity() : (reference[r] * scale_log2 + log2_exact(row_sum[r])) * LN_2;
+  }
+
+ private:
+  FG_DEVICE void raise_reference(const float (&lane_max)[2], float scale_log2) {
+    FG_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float row_max = larger(lane_max[r], shuffle_xor(lane_max[r], 1));
+      row_max = larger(row_max, shuffle_xor(row_max, 2));
+      const float raised = larger(reference[r], row_max);
+      // A row with no visible key has maximum -inf; (-inf) - (-inf) is NaN, so such rows use 0 as their base and end with sum 0.
+      rescale[r] = exp2_approx((reference[r] - (raised == -infinity() ? 0.0f : raised)) * scale_log2);
+      reference[r] = raised;
+      row_sum[r] *= rescale[r];
+    }
+  }
+
+  template <int SCORES>
+  FG_DEVICE void exponentiate(float (&scores)[SCORES], float scale_log2) {
+    float base[2];  // in log2 units
+    bool is_huge = false;
+    FG_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      base[r] = reference[r] == -infinity() ? 0.0f : reference[r] * scale_log2;
+      is_huge |= magnitude(base[r]) >= HUGE_LOG2;
+    }
+    if (warp_any(is_huge)) {  // subtracting before scaling is exact where it matters; only huge scores pay for it
+      FG_UNROLL
+      for (int i = 0; i < SCORES; ++i) scores[i] -= reference[row_of(i)] == -infinity() ? 0.0f : reference[row_of(i)];
+      base[0] = base[1] = 0.0f;
+    }
+    FG_UNROLL
+    for (int i = 0; i < SCORES; ++i) {
+      scores[i] = exp2_approx(fused_multiply_add(scores[i], scale_log2, -base[row_of(i)]));
+      row_sum[row_of(i)] += scores[i];
+    }
+  }
+};
+
+}  // namespace fg
