@@ -390,6 +390,7 @@ def _words(constraint: Constraint, at: Mapping[str, int]) -> str:
 
 def _class_values(klass: ProblemClass) -> dict[str, int]:
     values = {"problem.head_dim": klass.head_dim, "problem.head_dim_v": klass.head_dim_v, "problem.element_bytes": klass.dtype.bytes}
+    values["problem.is_bfloat16"] = int(klass.dtype is DType.BFLOAT16)
     return values | {f"problem.mask_{kind}": int(klass.mask is kind) for kind in MaskKind}
 
 

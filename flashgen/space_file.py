@@ -23,7 +23,7 @@ SCHEMA = "flashgen.space/1"
 MAX_POINTS = 2_000_000  # a space that large cannot be enumerated in seconds
 
 CLASS_NAMES = frozenset(
-    f"problem.{name}" for name in ("head_dim", "head_dim_v", "element_bytes", "mask_none", "mask_causal", "mask_window")
+    f"problem.{name}" for name in ("head_dim", "head_dim_v", "element_bytes", "is_bfloat16", "mask_none", "mask_causal", "mask_window")
 )
 PROBLEM_NAMES = CLASS_NAMES | {
     f"problem.{name}" for name in ("batch", "heads_q", "heads_kv", "gqa_group", "batch_heads", "seqlen_q", "seqlen_kv")

@@ -10,6 +10,11 @@
 
 namespace fg {
 
+enum SoftmaxMode : int {
+  SOFTMAX_LAZY = 0,    // looks at every score for the maximum
+  SOFTMAX_UNSEEN = 1,  // looks at sums only; bfloat16, whose range is that of float32
+};
+
 enum Epilogue : int {
   EPILOGUE_DIRECT = 0,  // registers to global memory, 16 bytes per lane
   EPILOGUE_BULK = 1,    // through a tile of shared memory of its own, by a bulk store that overlaps the next tile
@@ -233,6 +238,43 @@ struct Consumer {
     pack_weights();
   }
 
+  // The scores of this warp's 16 rows once more, by products of single warps, in the same registers.
+  FG_DEVICE void recompute_scores(float (&target)[Shape::SCORES], int stage) const {
+    const u32 q = shared + static_cast<u32>(Shape::Q + index * Shape::Q_BYTES),
+              k = shared + static_cast<u32>(Shape::K + stage * Shape::K_BYTES);
+    FG_UNROLL
+    for (int i = 0; i < Shape::SCORES; ++i) target[i] = 0.0f;
+    FG_NO_UNROLL
+    for (int step = 0; step < Shape::DEPTH_STEPS; ++step) {
+      u32 a[4];
+      load_matrix_x4(a, q + operand_offset(Shape::ROWS, warp * 16 + lane % 16, step * 16 + lane / 16 * 8));
+      FG_UNROLL
+      for (int n = 0; n < C::BLOCK_KV; n += 16) {
+        u32 b[4];
+        load_matrix_x4(b, k + operand_offset(C::BLOCK_KV, n + lane / 16 * 8 + lane % 8, step * 16 + lane / 8 % 2 * 8));
+        FG_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          float tile[4];
+          FG_UNROLL
+          for (int i = 0; i < 4; ++i) tile[i] = target[n / 2 + half * 4 + i];
+          multiply_16x8x16(tile, a, b[2 * half], b[2 * half + 1], Element{});
+          FG_UNROLL
+          for (int i = 0; i < 4; ++i) target[n / 2 + half * 4 + i] = tile[i];
+        }
+      }
+    }
+  }
+
+  FG_DEVICE void soften(const TileRange<C>& range, int row, int tile, int stage) {
+    const bool masked = range.needs_mask(tile);
+    if (masked) hide(row, tile);
+    if (C::SOFTMAX_MODE == SOFTMAX_UNSEEN && !masked && softmax.settled) {
+      if (softmax.update_unseen(scores, params.problem.scale_log2)) return;
+      recompute_scores(scores, stage);
+    }
+    softmax.update(scores, params.problem.scale_log2);
+  }
+
   // Scores of the next tile and output of the present one are under way together; the softmax runs while the output is computed.
   FG_DEVICE void advance(const TileRange<C>& range, int row, int tile) {
     const RingPlace<C> next = at.next();
@@ -243,9 +285,9 @@ struct Consumer {
     output_product<Element>(output, weights, values(at.stage));
     pass_turn();
     wgmma_wait<1>(scores);
-    release_keys(next);
-    if (range.needs_mask(tile)) hide(row, tile);
-    softmax.update(scores, params.problem.scale_log2);
+    if (C::SOFTMAX_MODE == SOFTMAX_LAZY) release_keys(next);
+    soften(range, row, tile, next.stage);
+    if (C::SOFTMAX_MODE == SOFTMAX_UNSEEN) release_keys(next);  // not before: the scores may be computed again
     wgmma_wait<0>(output, weights, scores);
     release_values(at);
     softmax.rescale_output(output);

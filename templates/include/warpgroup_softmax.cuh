@@ -16,9 +16,14 @@ struct WarpgroupSoftmax {
   // Above this many log2 units, half an ulp of the base would show in a 16-bit result: fused score * scale - base keeps its rounding.
   static constexpr float HUGE_LOG2 = 4096.0f;
 
+  // A lane's sum over one tile up to which its probabilities are used as they are: none is above 256 then, as in `update`.
+  static constexpr float LARGEST_SUM = 256.0f;
+  static constexpr float OVERFLOWING_SUM = 1.0e30f;
+
   float reference[2], row_sum[2];
   float rescale[2];  // what the output has to be multiplied by, once the products under way are done
   bool rescales;     // the same in the whole warp
+  bool settled;      // every row of the warp has a reference, and none is huge: the condition of update_unseen
 
   FG_DEVICE void start() {
     FG_UNROLL
@@ -27,6 +32,7 @@ struct WarpgroupSoftmax {
       row_sum[r] = 0.0f;
     }
     rescales = false;
+    settled = false;
   }
 
   // Turns scores into probabilities relative to the reference.
@@ -41,6 +47,33 @@ struct WarpgroupSoftmax {
     rescales = warp_any(grows);
     if (rescales) raise_reference(lane_max, scale_log2);
     exponentiate(scores, scale_log2);
+  }
+
+  // The same without a look at the scores. False, the same in the whole warp, when a probability overflowed: then nothing has changed but
+  // the scores, which are lost.
+  template <int SCORES>
+  FG_DEVICE bool update_unseen(float (&scores)[SCORES], float scale_log2) {
+    float sum[2] = {0.0f, 0.0f};
+    const float base[2] = {reference[0] * scale_log2, reference[1] * scale_log2};
+    FG_UNROLL
+    for (int i = 0; i < SCORES; ++i) {
+      scores[i] = exp2_approx(fused_multiply_add(scores[i], scale_log2, -base[row_of(i)]));
+      sum[row_of(i)] += scores[i];
+    }
+    const float most = larger(sum[0], sum[1]);
+    rescales = warp_any(!(most <= LARGEST_SUM));  // also for a NaN
+    if (rescales) {
+      if (warp_any(!(most < OVERFLOWING_SUM))) return false;
+      const float estimate[2] = {reference[0] + log2_exact(sum[0]) / scale_log2, reference[1] + log2_exact(sum[1]) / scale_log2};
+      raise_reference(estimate, scale_log2);
+      FG_UNROLL
+      for (int i = 0; i < SCORES; ++i) scores[i] *= rescale[row_of(i)];
+      sum[0] *= rescale[0];
+      sum[1] *= rescale[1];
+    }
+    row_sum[0] += sum[0];
+    row_sum[1] += sum[1];
+    return true;
   }
 
   template <int OUTPUTS>
@@ -74,7 +107,10 @@ struct WarpgroupSoftmax {
       reference[r] = raised;
       row_sum[r] *= rescale[r];
     }
+    settled = !warp_any(is_unsettled(reference[0], scale_log2) || is_unsettled(reference[1], scale_log2));
   }
+
+  FG_DEVICE static bool is_unsettled(float value, float scale_log2) { return !(magnitude(value * scale_log2) < HUGE_LOG2); }
 
   template <int SCORES>
   FG_DEVICE void exponentiate(float (&scores)[SCORES], float scale_log2) {
