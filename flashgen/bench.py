@@ -5,6 +5,7 @@ The tasks at the end fit `worker.MeasuringChild`: `MeasuringChild(bench.open_dev
 
 from __future__ import annotations
 
+import ctypes
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -165,7 +166,7 @@ class KernelLaunch:
     name: str
     kernel: LoadedKernel
     grids: tuple[int, ...]
-    params: launch.ForwardStruct = field(repr=False)
+    params: ctypes.Structure = field(repr=False)
     owned: tuple[object, ...] = field(repr=False, default=())  # keeps operands and workspace alive
 
     def __call__(self) -> None:
@@ -245,7 +246,8 @@ class MeasuringState:
         check_grids(source, grids)
         made = self.operands(problem, seed)
         workspace = self.executor.workspace(bound.workspace_bytes(source.variant))
-        return KernelLaunch(name, kernel, grids, made.params(workspace), (made, workspace))
+        params = self.executor.params(source, made.params(workspace), problem)
+        return KernelLaunch(name, kernel, grids, params, (made, workspace))
 
 
 def open_device(index: int = 0) -> MeasuringState:

@@ -89,7 +89,9 @@ def forward_params(
     return params
 
 
-def source_params(source: Source, plain: ForwardStruct, problem: Problem, counters_address: int, executor: ExecutorName) -> ctypes.Structure:
+def source_params(
+    source: Source, plain: ForwardStruct, problem: Problem, counters_address: int, executor: ExecutorName
+) -> ctypes.Structure:
     """The parameter block that `source` takes: `plain` itself, or with tensor maps and counters around it. Raises LaunchError."""
     if not source.boxes:
         return plain
@@ -114,8 +116,8 @@ def map_of(name: str, rows: int, plain: ForwardStruct, problem: Problem) -> Tens
 
 def copied_for_maps(tensors: ForwardTensors, dtype: DType) -> ForwardTensors:
     """The tensors, those that no tensor map can describe (unaligned rows, repeated heads) replaced by contiguous copies."""
-    operands = (tensors.q, tensors.k, tensors.v, tensors.o)
-    return ForwardTensors(*(each if mappable(each, dtype) else contiguous_copy(each) for each in operands), tensors.lse)
+    q, k, v, o = (each if mappable(each, dtype) else contiguous_copy(each) for each in (tensors.q, tensors.k, tensors.v, tensors.o))
+    return ForwardTensors(q, k, v, o, tensors.lse)
 
 
 def mappable(tensor: Tensor, dtype: DType) -> bool:
@@ -129,7 +131,7 @@ def contiguous_copy(tensor: Tensor) -> Tensor:
     """A tensor of the same values in a buffer of its own."""
     import numpy as np
 
-    batch, heads, rows, columns = tensor.shape
+    _, heads, rows, columns = tensor.shape
     values = np.ascontiguousarray(tensor.view()).reshape(-1)
     return Tensor(values, 0, tensor.shape, (heads * rows * columns, rows * columns, columns, 1))
 

@@ -67,8 +67,7 @@ class Mask:
     def __post_init__(self) -> None:
         if self.left < UNLIMITED or self.right < UNLIMITED:
             raise InvalidProblem(
-                f"Window bounds are counts of keys, or -1 for unlimited; got left={self.left}, right={self.right}. "
-                "Only -1 means unlimited."
+                f"Window bounds are counts of keys, or -1 for unlimited; got left={self.left}, right={self.right}. Only -1 means unlimited."
             )
         if self.kind is not MaskKind.WINDOW and (self.left, self.right) != (UNLIMITED, UNLIMITED):
             raise InvalidProblem(f"A {self.kind} mask has no window bounds; got left={self.left}, right={self.right}.")

@@ -155,6 +155,7 @@ class DeviceExecutor:
         self._store = store
         self._bind = bind
         self._loaded: OrderedDict[str, LoadedKernel] = OrderedDict()
+        self._counters: dict[tuple[str, int], DeviceBuffer] = {}
 
     @property
     def name(self) -> ExecutorName:
@@ -195,14 +196,37 @@ class DeviceExecutor:
         bound = self.bound(source, problem)
         grids = bound.grids(source.variant)
         check_grids(source, grids)
-        copies = {id(tensor.buffer): (tensor.buffer, self.gpu.upload(tensor.buffer)) for _, tensor in tensors.named()}
+        used = launch.copied_for_maps(tensors, problem.dtype) if source.boxes else tensors
+        copies = {id(tensor.buffer): (tensor.buffer, self.gpu.upload(tensor.buffer)) for _, tensor in used.named()}
         workspace = self.workspace(bound.workspace_bytes(source.variant))
-        at = {name: operand(tensor, copies[id(tensor.buffer)][1]) for name, tensor in tensors.named()}
-        params = launch.forward_params(problem, scale, at["q"], at["k"], at["v"], at["o"], at["lse"].address, workspace.address)
-        kernel.launch(grids, params)
+        at = {name: operand(tensor, copies[id(tensor.buffer)][1]) for name, tensor in used.named()}
+        plain = launch.forward_params(problem, scale, at["q"], at["k"], at["v"], at["o"], at["lse"].address, workspace.address)
+        kernel.launch(grids, self.params(source, plain, problem))
         self.gpu.synchronize(f"{source.variant} on {problem}")
         for array, buffer in copies.values():
             self.gpu.download(buffer, array)
+        if used.o is not tensors.o:
+            tensors.o.view()[...] = used.o.view()
+        self.check_counters(source)
+
+    def params(self, source: Source, plain: launch.ForwardStruct, problem: Problem, stream: int = DEFAULT_STREAM) -> ctypes.Structure:
+        """The parameter block that `source` takes, with counters of its own per stream, so that concurrent launches share none."""
+        key = source.digest, stream
+        if source.counters and key not in self._counters:
+            buffer = self._counters[key] = self.gpu.allocate(4 * source.counters)
+            self.gpu.fill(buffer, 0)
+        address = self._counters[key].address if source.counters else 0
+        return launch.source_params(source, plain, problem, address, self.name)
+
+    def check_counters(self, source: Source, stream: int = DEFAULT_STREAM) -> None:
+        """Raises LaunchError when a launch that has ended left its counters other than zero."""
+        if source.counters:
+            import numpy as np
+
+            left = np.empty(source.counters, np.uint32)
+            self.gpu.download(self._counters[source.digest, stream], left)
+            if left.any():
+                raise LaunchError(f"{source.variant} left its counters at {left.tolist()}; the next launch needs zeros.")
 
     def workspace(self, size: int) -> DeviceBuffer:
         """Device memory filled with NaN bytes; address 0 for none."""

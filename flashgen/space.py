@@ -85,7 +85,7 @@ class Space:
     def unsupported(self, problem: Problem, device: DeviceLimits) -> str | None:
         """Why the family cannot compute the problem on the device, in words; None when it can."""
         requires = self.definition.requires
-        if problem.op != self.definition.op:
+        if problem.op.value != self.definition.op.value:
             return f"it computes {self.definition.op}, not {problem.op}"
         if problem.dtype not in requires.dtypes:
             return f"its element types are {', '.join(requires.dtypes)}; got {problem.dtype}"

@@ -16,7 +16,7 @@ PACKAGE = Path(flashgen.__file__).parent
 # From the ground up. A module imports only modules of lower layers, or earlier ones of its own layer's list.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "paths", "model", "yaml_io"),
-    ("expression", "space_file", "space", "render", "launch", "tensor_map", "reference", "device", "cost", "table_schema", "table"),
+    ("expression", "space_file", "space", "render", "tensor_map", "launch", "reference", "device", "cost", "table_schema", "table"),
     ("cubins", "gpu", "compiler", "runtime", "emulate"),
     ("cases", "suite", "certify", "compare", "approximate", "telemetry", "timing", "peers", "bench", "worker", "side_by_side"),
     ("strategy", "study", "evaluators", "trials", "search"),

@@ -1,0 +1,25 @@
+# ruff: noqa: E501
+"""Mistakes planted into the candidate kernel: what, old text, new text."""
+
+from __future__ import annotations
+
+# fmt: off
+FAULTS = (
+    ("keys are released before the scores may be computed again", "if (C::SOFTMAX_MODE == SOFTMAX_LAZY) release_keys(next);", "release_keys(next);"),
+    ("scores are not computed again", "recompute_scores(scores, stage);", ""),
+    ("a sum may grow until V overflows", "LARGEST_SUM = 256.0f", "LARGEST_SUM = 3.0e38f"),
+    ("an overflow counts as a large sum", "if (warp_any(!(most < OVERFLOWING_SUM))) return false;", ""),
+    ("the sum of the tile is not rescaled", "sum[0] *= rescale[0];", ""),
+    ("the output is not rescaled", "softmax.rescale_output(output);", ""),
+    ("scores are read before they are there", "wgmma_wait<1>(scores);", ""),
+    ("values are used before they have arrived", "wait_values(at);\n    output_product", "output_product"),
+    ("keys are never released", "FG_DEVICE void release_keys(RingPlace<C> place) const { warp_release", "FG_DEVICE void release_keys(RingPlace<C> place) const { if (place.stage < 0) warp_release"),
+    ("the producer does not wait for a free slot", "mbarrier_wait(Shape::barrier(shared, Shape::K_EMPTY + at.stage), at.round ^ 1);", ""),
+    ("half the bytes are expected", "mbarrier_expect(barrier, operand_bytes(ROWS, COLUMNS));", "mbarrier_expect(barrier, operand_bytes(ROWS, COLUMNS) / 2);"),
+    ("the counter is drawn once too often", "atomic_increment_wrap(params.counters, tiles - 1)", "atomic_increment_wrap(params.counters, tiles)"),
+    ("stores are not fenced before the bulk store", "fence_proxy_async();", ""),
+    ("the output buffer is reused before it was read", "if (leads) bulk_wait_read<0>();", ""),
+    ("a consumer that sees nothing takes a turn too many", "walk.passed_first - 1)", "walk.passed_first)"),
+    ("queries are released before the last use", "if (walk.seen > 0) {\n      int tile", "warp_release(barrier(Shape::Q_EMPTY + index));\n    if (walk.seen > 0) {\n      int tile"),
+    ("values lie a chunk apart that is none", "return column_operand(shared + Shape::V, C::BLOCK_KV)", "return column_operand(shared + Shape::V, 2 * C::BLOCK_KV)"),
+)

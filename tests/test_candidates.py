@@ -1,0 +1,128 @@
+"""Families on trial (tests/candidates): exact on the emulated executor and accepted by the compiler, but not offered by the package."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from candidate_faults import FAULTS
+
+from flashgen import certify, paths
+from flashgen.device import preset
+from flashgen.emulate import POLICIES, EmulatedExecutor, Policy
+from flashgen.errors import CompileError
+from flashgen.model import DType, Mask, Problem, Source, Variant, Verdict
+from flashgen.render import render
+from flashgen.space import Space, load_space, load_spaces
+
+CANDIDATES = Path(__file__).parent / "candidates"
+FEW_SMS = replace(preset("h200"), sm_count=3)  # several query tiles per CTA already in small problems
+
+
+@pytest.fixture(scope="module")
+def hopper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Space]:
+    """The space, with templates and spaces as they would be if the candidate were a family."""
+    root = tmp_path_factory.mktemp("with candidates")
+    for name, folder in (("templates", paths.templates()), ("search_spaces", paths.search_spaces())):
+        shutil.copytree(folder, root / name)
+        shutil.copytree(CANDIDATES / name, root / name, dirs_exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "templates", lambda: root / "templates")
+        patch.setattr(paths, "search_spaces", lambda: root / "search_spaces")
+        yield load_space("hopper_forward")
+
+
+def problem_of(dtype: DType, dims: tuple[int, int], mask: Mask) -> Problem:
+    return Problem(dtype, *dims, batch=1, heads_q=4, heads_kv=2, seqlen_q=256, seqlen_kv=256, mask=mask)
+
+
+def sampled(space: Space, seed: int) -> tuple[Problem, Source, Policy]:
+    chosen = random.Random(seed)
+    mask = chosen.choice([Mask(), Mask.causal(), Mask.window(31, 5)])
+    problem = problem_of(chosen.choice([DType.BFLOAT16, DType.FLOAT16]), chosen.choice([(64, 64), (128, 128), (80, 72), (40, 96)]), mask)
+    variants = [variant for variant in space.bind(problem, FEW_SMS).feasible() if variant.as_dict()["block_kv"] <= 96]
+    return problem, render(space, problem.klass(), chosen.choice(variants)), POLICIES[seed % len(POLICIES)]
+
+
+def test_a_candidate_is_not_offered_by_the_package() -> None:
+    assert "hopper_forward" not in {space.family for space in load_spaces("forward")}
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sampled_variant_is_exact_on_the_emulated_executor(hopper: Space, seed: int) -> None:
+    problem, source, policy = sampled(hopper, seed)
+    certificate = certify.quick(EmulatedExecutor(FEW_SMS, policy), hopper, source, problem, seed)
+    assert certificate.verdict is Verdict.EXACT, certificate.failure
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3, 30))
+def test_a_sampled_variant_passes_the_whole_suite(hopper: Space, seed: int) -> None:
+    problem, source, policy = sampled(hopper, seed)
+    certificate = certify.full(EmulatedExecutor(FEW_SMS, policy, live_ctas=1 + seed % 3), hopper, source, problem, seed)
+    assert certificate.verdict is Verdict.EXACT, certificate.failure
+
+
+UNSEEN = {
+    "consumer_warpgroups": 2, "block_kv": 32, "num_stages": 2, "ping_pong": True, "epilogue": 1, "scheduler": 2, "softmax_mode": 1,
+    "head_section": 1, "rescale_threshold": 8,
+}  # fmt: skip
+
+
+def unseen_source(space: Space) -> tuple[Problem, Source]:
+    problem = problem_of(DType.BFLOAT16, (64, 64), Mask())
+    return problem, render(space, problem.klass(), space.bind(problem, FEW_SMS).variant(UNSEEN))
+
+
+@pytest.mark.emulated
+def test_a_softmax_that_looks_at_sums_only_passes_the_whole_suite(hopper: Space) -> None:
+    """The suite's needles exceed everything before them by more than float32 can hold, so scores are computed again."""
+    problem, source = unseen_source(hopper)
+    certificate = certify.full(EmulatedExecutor(FEW_SMS, POLICIES[1]), hopper, source, problem, 3)
+    assert certificate.verdict is Verdict.EXACT, certificate.failure
+
+
+NEEDS_A_CAUSAL_MASK = {"a consumer that sees nothing takes a turn too many"}
+NEEDS_TWO_CHUNKS = {"values lie a chunk apart that is none"}
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(("what", "old", "new"), FAULTS, ids=[fault[0].replace(" ", "-") for fault in FAULTS])
+def test_a_fault_in_the_candidate_is_rejected(hopper: Space, what: str, old: str, new: str) -> None:
+    mask = Mask.causal() if what in NEEDS_A_CAUSAL_MASK else Mask()
+    problem = problem_of(DType.BFLOAT16, (128, 128) if what in NEEDS_TWO_CHUNKS else (64, 64), mask)
+    source = render(hopper, problem.klass(), hopper.bind(problem, FEW_SMS).variant(UNSEEN))
+    pattern = re.compile(r"\s+".join(re.escape(word) for word in old.split()))
+    assert pattern.search(source.text), f"the text of the kernel has changed; renew the fault {what!r}"
+    broken = replace(source, text=pattern.sub(lambda _: new, source.text), digest=f"{what}")
+    verdicts = []
+    for policy in POLICIES:
+        try:
+            verdicts.append(certify.full(EmulatedExecutor(FEW_SMS, policy, deadline_s=20), hopper, broken, problem, 5).verdict)
+        except CompileError as problem_of_text:
+            pytest.fail(str(problem_of_text))
+        if verdicts[-1] is not Verdict.EXACT:
+            return
+    pytest.fail(f"{what}: accepted under every policy")
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_compiler_serialises_no_product_and_spills_little(hopper: Space, head_dim: int) -> None:
+    from flashgen.compiler import compile_many
+    from flashgen.cubins import Compiled
+
+    problem = Problem(DType.BFLOAT16, head_dim, head_dim, 4, 16, 16, 4096, 4096, Mask.causal())
+    bound = hopper.bind(problem, preset("h200"))
+    variants: list[Variant] = [*bound.seeds(), bound.fallback()]
+    for variant, found in zip(variants, compile_many([render(hopper, problem.klass(), each) for each in variants], sm=90), strict=True):
+        assert isinstance(found, Compiled), f"{variant}: {found}"
+        assert not [line for line in found.report.warnings if "C75" in line], variant
+        assert not any(bound.compiled_violations(variant, found.report).values()), (variant, found.report.spill_bytes)
