@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashgen import emulate
+from flashgen import emulate, render
 from flashgen.emulate import POLICIES, EmulationReport, Emulator, Memory, Policy, Schedule
 from flashgen.model import DType, EntryPoint, MaskKind, Op, ProblemClass, Source, Variant
 from flashgen.reference import decode, encode
-from flashgen.tensor_map import MapBytes, TensorMapSpec
+from flashgen.tensor_map import MapBytes, Swizzle, TensorMapSpec
 
 pytestmark = [
     pytest.mark.emulated,
