@@ -15,6 +15,8 @@ from flashgen.model import Alignment, DType, Mask, MaskKind, Problem, ProblemCla
 
 SUITE = "attention-forward/1"
 HUGE_WINDOW = 2**31 - 1
+MOST_ELEMENTS = 1 << 23
+"""A tensor of the real-size check holds at most so many elements, so that a certificate stays quick."""
 
 Make = Callable[[Problem, np.random.Generator], Inputs]
 
@@ -269,7 +271,7 @@ def _window(suite: _Suite) -> None:
 _MASK_CASES = {MaskKind.NONE: _no_mask, MaskKind.CAUSAL: _causal, MaskKind.WINDOW: _window}
 
 
-def real_size(problem: Problem, most_elements: int = 1 << 23) -> Problem:
+def real_size(problem: Problem, most_elements: int = MOST_ELEMENTS) -> Problem:
     """The problem itself, with fewer batches and heads where a tensor would hold more than `most_elements`."""
     longest = max(problem.seqlen_q * problem.gqa_group, problem.seqlen_kv, 1) * max(problem.head_dim, problem.head_dim_v)
     sequences = max(1, most_elements // longest)
