@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import hashlib
 import itertools
 import mmap
@@ -31,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashgen import paths
-from flashgen.errors import CompileError, EmulationFault, HomeNotWritable, LaunchError, MissingDependency
+from flashgen.errors import CompileError, EmulationFault, HomeNotWritable, LaunchError, MissingDependency, NotWritable
 from flashgen.launch import Operand, copied_for_maps, forward_params, source_params
 from flashgen.model import DeviceLimits, ExecutorName, ForwardTensors, Problem, Source, Tensor
 
@@ -241,6 +242,11 @@ class _Builder:
             done = subprocess.run(
                 [*command, *inputs, "-o", str(temporary)], input=text, capture_output=True, text=True, check=False, cwd=self._store
             )
+            if done.returncode and os.strerror(errno.ENOSPC) in done.stderr:
+                raise NotWritable(
+                    f"{self._compiler} found no space left in {self._store} or {tempfile.gettempdir()}. Free some, or set "
+                    f"{paths.ENVIRONMENT_VARIABLE} and TMPDIR to directories with free space."
+                )
             if done.returncode:
                 raise CompileError(f"{self._compiler} refused the source for the emulated executor:\n{done.stderr[:8000]}")
             os.replace(temporary, target)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 UNLIMITED = -1
 """A window bound that does not bind."""
 
+LARGEST_SEED = 2**32 - 1
+"""What every random generator in use takes."""
+
 
 class Op(StrEnum):
     """What is computed."""
@@ -130,6 +133,8 @@ class Problem:
                 raise InvalidProblem(f"{name} must not be negative; got {getattr(self, name)}.")
             if getattr(self, name) >= 2**31:
                 raise InvalidProblem(f"{name} must be below 2^31; got {getattr(self, name)}.")
+        if self.batch_heads >= 2**31:
+            raise InvalidProblem(f"batch x query heads must be below 2^31; got {self.batch} x {self.heads_q}. Split the batch.")
         if self.heads_q % self.heads_kv:
             raise InvalidProblem(
                 f"The query heads must be a multiple of the KV heads; got {self.heads_q} query heads and {self.heads_kv} KV heads."

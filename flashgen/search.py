@@ -20,6 +20,7 @@ from flashgen.cost import roofline_us
 from flashgen.errors import EmptySpace, InfeasibleVariant, InvalidProblem, InvalidSpace, LaunchError, UnsupportedProblem
 from flashgen.evaluators import DeviceEvaluator, Evaluator, PredictedEvaluator
 from flashgen.model import (
+    LARGEST_SEED,
     Certificate,
     DeviceLimits,
     ExecutorName,
@@ -96,6 +97,8 @@ def tune(
     Raises InvalidProblem, UnsupportedProblem, EmptySpace, InvalidTable, NotWritable, MissingDependency before anything runs, and
     LaunchError when nothing that ran could be used.
     """
+    if not 0 <= seed <= LARGEST_SEED:
+        raise InvalidProblem(f"The seed must be from 0 to {LARGEST_SEED}; got {seed}.")
     started = time.monotonic()
     path = table or tables.table_path(device)
     old = tables.read(path, strict=True).find(problem) if path.exists() else None

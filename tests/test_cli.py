@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -203,6 +204,34 @@ def test_e05_a_full_disk_is_refused_before_the_search_and_leaves_nothing(tmp_pat
     assert done.returncode == cli.REFUSED, done.stderr
     assert "cannot be written (File too large" in done.stderr
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_output_that_finds_no_space_is_an_error_in_words() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "flashgen", "show", "source", "--head-dim", "64", "--gpu", "h200"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    assert done.returncode == cli.REFUSED
+    assert "No space is left" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_an_encoding_that_lacks_a_character_shows_a_question_mark(encoding: str, tmp_path: Path) -> None:
+    done = in_process("show cache", FLASHGEN_HOME=str(tmp_path / "█"), PYTHONIOENCODING=encoding)
+    assert done.returncode == 0, done.stderr
+    assert "?" in done.stdout
+
+
+def test_a_reader_that_leaves_early_is_no_failure() -> None:
+    command = f"{shlex.quote(sys.executable)} -m flashgen show space --gpu h200 | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["tune", "certify", "bench"])
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seeds_outside_32_bits_are_refused(command: str, seed: int, home: Path, capsys: Captured) -> None:
+    assert "4294967295" in refused(f"{command} --head-dim 64 --gpu h200 --seed {seed}", capsys)
+    assert not home.exists()
 
 
 def test_a_table_of_a_newer_schema_is_refused(tmp_path: Path, capsys: Captured) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from flashgen import emulate, paths
 from flashgen.emulate import POLICIES, EmulationReport, Emulator, Memory, Policy, Schedule
-from flashgen.errors import CompileError, EmulationFault, HomeNotWritable, LaunchError, MissingDependency
+from flashgen.errors import CompileError, EmulationFault, HomeNotWritable, LaunchError, MissingDependency, NotWritable
 from flashgen.model import DType
 from flashgen.reference import decode, encode
 
@@ -324,6 +324,15 @@ def test_a_refused_source_shows_the_compilers_log(emulator: Emulator) -> None:
     with pytest.raises(CompileError, match="nonsense"):
         emulator.build("nonsense;\n")
     assert not list(Path(emulator.build(text_of("mistakes.cu"))).parent.glob("*.tmp"))
+
+
+def test_a_disk_that_fills_while_building_is_told_as_such(tmp_path: Path) -> None:
+    compiler = tmp_path / "full-g++"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit\necho "ld: final link failed: No space left on device" >&2; exit 1\n')
+    compiler.chmod(0o755)
+    with pytest.raises(NotWritable, match=f"no space left in {re.escape(str(tmp_path))}.*TMPDIR"):
+        Emulator(tmp_path, str(compiler)).build("// nothing\n")
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_libraries_are_found_again_by_another_emulator(emulator: Emulator) -> None:

@@ -404,6 +404,17 @@ def test_an_unknown_family_and_an_empty_problem_are_refused() -> None:
         tune(problem=replace(PROBLEM, seqlen_q=0))
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_no_generator_takes_is_refused_before_anything_runs(seed: int) -> None:
+    with pytest.raises(InvalidProblem, match=f"from 0 to 4294967295; got {seed}"):
+        search.tune(PROBLEM, H200, seed=seed)
+
+
+def test_more_sequences_than_a_grid_counts_are_refused() -> None:
+    with pytest.raises(InvalidProblem, match=r"batch x query heads must be below 2\^31.*Split the batch"):
+        replace(PROBLEM, batch=2**16, heads_q=2**15, heads_kv=1)
+
+
 def test_a_faulty_table_is_refused_before_anything_runs(home: Path) -> None:
     path = table.table_path(H200)
     path.parent.mkdir(parents=True)

@@ -6,6 +6,8 @@ Exit codes: 0 done; 1 a check failed or a kernel could not run; 2 the request ca
 from __future__ import annotations
 
 import atexit
+import errno
+import io
 import os
 import sys
 import threading
@@ -82,10 +84,21 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
+    _prepare_streams()
     code = run(arguments)
     if any(each.name.startswith(COMPILING) for each in threading.enumerate()):
         _leave(code)
     sys.exit(code)
+
+
+def _prepare_streams() -> None:
+    """Let nothing fail on what a stream's encoding lacks, which is shown as ?, nor on a stream that the caller closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _leave(code: int) -> None:
@@ -121,9 +134,21 @@ def _guarded(command: Callable[[], Any]) -> int:
     except click.ClickException as problem:
         problem.show()
         return REFUSED
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (BrokenPipeError, SystemExit):  # the reader, such as `head`, has seen enough; click leaves then by itself
+        _discard_output()
         return DONE
     except FlashgenError as problem:
         click.echo(f"{click.style('Error:', fg='red', bold=True)} {problem}", err=True)
         return FAILED if isinstance(problem, FAILURES) else REFUSED
+    except OSError as problem:
+        if problem.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        where = problem.filename or "the place that the output goes to"
+        click.echo(f"{click.style('Error:', fg='red', bold=True)} No space is left in {where}. Free some, or choose another.", err=True)
+        return REFUSED
+
+
+def _discard_output() -> None:
+    """What is still buffered for stdout goes nowhere instead of failing again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

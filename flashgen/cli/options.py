@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from flashgen.errors import InfeasibleVariant, InvalidProblem, MissingDependency
-from flashgen.model import DeviceLimits, DType, ExecutorName, Mask, Op, Problem
+from flashgen.model import LARGEST_SEED, DeviceLimits, DType, ExecutorName, Mask, Op, Problem
 
 _SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -121,7 +121,9 @@ gpu_option = click.option("--gpu", default="auto", show_default=True, metavar="N
 executor_option = click.option(
     "--executor", type=click.Choice(["auto", *map(str, ExecutorName)]), default="auto", show_default=True, help="Who runs kernels."
 )
-seed_option = click.option("--seed", type=int, default=0, show_default=True, help="Of random inputs and of the search.")
+seed_option = click.option(
+    "--seed", type=click.IntRange(0, LARGEST_SEED), default=0, show_default=True, help="Of random inputs and of the search."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable results on stdout.")
 params_option = click.option("--params", metavar="NAME=N,…", help="A variant by its parameter values; needs one --family.")
 

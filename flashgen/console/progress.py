@@ -77,12 +77,14 @@ class TuneProgress:
             self._line(f"  {self._counts()}; best {self._best_time()}; {self._clock()}")
         elif isinstance(event, FinalRound):
             self._state.finalists = len(event.variants)
-            self._state.phase = f"certifying {len(event.variants)} finalists"
+            self._state.phase = f"certifying {_counted(len(event.variants), 'finalist')}"
             self._line(f"  {self._counts()}; best {self._best_time()}; {self._state.phase}", always=True)
         elif isinstance(event, FinalistCertified):
             self._state.certified += 1
-            self._state.phase = f"certified {self._state.certified} of {self._state.finalists} finalists"
-            self._line(f"  {event.certificate.verdict} in {event.certificate.cases} cases: {event.variant}", always=True)
+            self._state.phase = f"certified {self._state.certified} of {_counted(self._state.finalists, 'finalist')}"
+            found = event.certificate
+            how = f"{found.verdict} in {_counted(found.cases, 'case')}" if found.cases else "could not run"
+            self._line(f"  {how}: {event.variant}", always=True)
 
     def note(self, text: str) -> None:
         """A line that stays."""
@@ -133,3 +135,7 @@ class TuneProgress:
         variant = Text("") if state.best is None else Text(str(state.best.variant), "dim", overflow="ellipsis", no_wrap=True)
         rows = facts((("best", Text(self._best_time())), ("", variant), ("trials", tally(state.outcomes))))
         return Group(Text(state.title, "bold", overflow="ellipsis", no_wrap=True), bar, rows)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
