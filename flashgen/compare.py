@@ -45,7 +45,7 @@ def against(executor: Executor, space: TileSizes, source: Source, other: Source,
         distances.append(distance)
         if distance.max(initial=-1) > largest:
             largest, where = int(distance.max()), case.name
-    return UlpHistogram(_buckets(np.concatenate(distances)), max(largest, 0), where, (repeats[0], repeats[1]))
+    return UlpHistogram(buckets(np.concatenate(distances)), max(largest, 0), where, (repeats[0], repeats[1]))
 
 
 def _outputs(executor: Executor, source: Source, case: Case, inputs: Inputs) -> NDArray[Any]:
@@ -57,7 +57,7 @@ def _as_elements(bits: NDArray[Any], case: Case) -> NDArray[Any]:
     return bits.view(reference.storage(case.problem.dtype))
 
 
-def _buckets(distances: NDArray[np.int64]) -> tuple[tuple[int, int, int], ...]:
+def buckets(distances: NDArray[np.int64]) -> tuple[tuple[int, int, int], ...]:
     """0, 1, then powers of two."""
     edges = [(0, 0), (1, 1)]
     while edges[-1][1] < distances.max(initial=0):

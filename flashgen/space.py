@@ -143,6 +143,10 @@ class Space:
             raise InfeasibleVariant(f"{self.family}: {reason}")
         return {each.name: bool(params[each.name]) if each.is_bool else params[each.name] for each in self.parameters}
 
+    @cached_property
+    def _plan(self) -> _Plan:
+        return _Plan(self.definition)
+
     def _class_names(self, klass: ProblemClass, variant: Variant) -> dict[str, int]:
         if variant.family != self.family:
             raise InfeasibleVariant(f"The variant {variant} belongs to the family {variant.family}, not to {self.family}.")
@@ -168,7 +172,8 @@ class BoundSpace:
         self.device = device
         self._definition = space.definition
         self._base = _problem_values(problem) | {name: int(getattr(device, name.partition(".")[2])) for name in sorted(DEVICE_NAMES)}
-        self._plan = _Plan(self._definition)
+        self._plan = space._plan
+        self._latest: tuple[Variant, dict[str, int]] | None = None
         for name in self._plan.fixed:
             self._base[name] = space._value(f"derived.{name}", self._definition.derived[name], self._base)
 
@@ -185,11 +190,14 @@ class BoundSpace:
 
     def names(self, variant: Variant) -> dict[str, int]:
         """Every parameter, derived, problem.* and device.* value."""
+        if self._latest is not None and self._latest[0] == variant:  # a prediction asks for the same variant several times
+            return dict(self._latest[1])
         at: dict[str, int] = dict(variant.params)
         at.update(self._base)
         for name, expression in self._plan.varying:
             at[name] = self.space._value(f"derived.{name}", expression, at)
-        return at
+        self._latest = variant, at
+        return dict(at)
 
     def violations(self, variant: Variant) -> dict[str, float]:
         """How far the variant is from each static constraint; 0.0 when satisfied."""

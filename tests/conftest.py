@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import browser
 import pytest
 
 _CREATED: list[Path] = []
@@ -54,6 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reasons = {
         "emulated": None if shutil.which("g++") else "needs a host C++ compiler: apt-get install g++",
         "compiled": None if _has_nvrtc() else "needs NVRTC: pip install 'flashgen[cuda13]'",
+        "browser": browser.missing(),
         "device": None if _has_gpu() else "needs an NVIDIA GPU",
         "slow": None if config.getoption("--full") else "long; run with --full",
     }

@@ -16,12 +16,19 @@ PACKAGE = Path(flashgen.__file__).parent
 # From the ground up. A module imports only modules of lower layers, or earlier ones of its own layer's list.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "paths", "model", "yaml_io"),
-    ("expression", "space_file", "space", "render", "tensor_map", "launch", "reference", "device", "cost", "table_schema", "table"),
+    (
+        "expression", "space_file", "space", "render", "tensor_map", "launch", "reference", "device", "cost", "accounting", "limits",
+        "shapes", "table_schema", "table",
+    ),
     ("cubins", "gpu", "compiler", "runtime", "emulate"),
-    ("cases", "suite", "certify", "compare", "approximate", "telemetry", "timing", "peers", "bench", "worker", "side_by_side"),
+    (
+        "cases", "suite", "certify", "compare", "approximate", "exactness", "telemetry", "timing", "peers", "bench", "worker",
+        "side_by_side",
+    ),
     ("strategy", "study", "evaluators", "trials", "search"),
+    ("measured", "tile_grid", "explorer", "explorer_page"),
     ("doctor", "console", "cli", "__main__"),
-)
+)  # fmt: skip
 OWNERS = {
     "yaml": {"yaml_io"},
     "jinja2": {"render"},
@@ -31,6 +38,7 @@ OWNERS = {
     "pynvml": {"telemetry"},
     "click": {"cli"},
     "rich": {"console"},
+    "pandas": {"explorer"},
 }
 
 

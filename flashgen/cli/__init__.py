@@ -38,6 +38,7 @@ COMMANDS = {
     "tune": "Search the fastest exact variant per problem and store it in the table.",
     "certify": "Prove one kernel exact, or show where it is not.",
     "show": "Print a source, a table entry, a search space or the cubin store.",
+    "explore": "Show which tiles fit which shared memory, where the bytes go and what binds.",
     "bench": "Time table entries beside other libraries, interleaved.",
     "doctor": "Print every path and version in use, and what is wrong with them.",
 }
