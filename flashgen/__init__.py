@@ -5,16 +5,41 @@ Importing this package touches no GPU and needs none of CuPy, torch and Optuna.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flashgen.model import Alignment, DType, Mask, MaskKind, Op, Problem, Variant
 
 __version__ = "0.1.0"
 
-__all__ = ["Alignment", "DType", "Mask", "MaskKind", "Op", "Problem", "Variant", "__version__", "explore"]
-
 if TYPE_CHECKING:
+    from flashgen.bundle_reader import load_bundle
     from flashgen.explorer import Exploration
+    from flashgen.traffic import record as record_problems
+
+__all__ = [
+    "Alignment",
+    "DType",
+    "Mask",
+    "MaskKind",
+    "Op",
+    "Problem",
+    "Variant",
+    "__version__",
+    "explore",
+    "load_bundle",
+    "record_problems",
+]
+
+_LAZY = {"load_bundle": ("bundle_reader", "load_bundle"), "record_problems": ("traffic", "record")}
+"""Public functions by the module and name that they are imported from when first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _LAZY[name]
+    return getattr(import_module(f"{__name__}.{module}"), attribute)
 
 
 def explore(problem: Problem, gpu: str = "auto", **options: Any) -> Exploration:

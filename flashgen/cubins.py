@@ -76,6 +76,22 @@ class CubinStore:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def find(self, cubin_digest: str, architecture: str) -> Compiled | None:
+        """The kernel whose bytes have this digest, whatever compiler made them; None when none has."""
+        wanted = cubin_digest.removeprefix("sha256:")
+        for name, _ in self._entries():
+            if not name.endswith(".json"):
+                continue
+            try:
+                facts = json.loads((self.path / name).read_bytes())
+                same = facts["report"]["cubin_digest"].removeprefix("sha256:") == wanted and facts["architecture"] == architecture
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                continue
+            found = self.get(name.removesuffix(".json")) if same else None
+            if found is not None:
+                return found
+        return None
+
     def put(self, compiled: Compiled) -> None:
         """Publish a kernel; never raises for an unwritable or full disk."""
         facts = {

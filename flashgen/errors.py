@@ -30,6 +30,10 @@ class InvalidTable(FlashgenError, ValueError):
     """A tuned table breaks its schema, its integrity digest, or names something unknown."""
 
 
+class InvalidBundle(FlashgenError, ValueError):
+    """A bundle is damaged, altered, or not one; nothing of it was loaded."""
+
+
 class InfeasibleVariant(FlashgenError, ValueError):
     """A variant violates a constraint of its space."""
 

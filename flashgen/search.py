@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 
 from flashgen import table as tables
@@ -105,7 +106,7 @@ def tune(
     bounds = bind_families(problem, device, families)
     budget = DEFAULT_BUDGET[executor] if budget is None else budget
     strategy = Strategy(bounds, budget, seed, by_cost_only=executor is ExecutorName.EMULATED)
-    evaluator = (make_evaluator or _default_evaluator(executor))(bounds, problem, device, seed)
+    evaluator = (make_evaluator or evaluator_for(executor))(bounds, problem, device, seed)
     journal = None
     try:
         journal = Journal.open(_header(problem, device, evaluator, bounds), fresh=fresh)
@@ -162,17 +163,40 @@ def space_check(entry: TableEntry) -> str | None:
 
 
 def refusal(problem: Problem, device: DeviceLimits) -> Callable[[TableEntry], str | None]:
-    """The `refuse` of `table.lookup`: why an entry's variant cannot compute `problem` on `device`."""
+    """The `refuse` of `table.lookup`: why an entry must not serve `problem` on `device`.
+
+    Its variant cannot compute the problem, or it was tuned for another shape and is predicted to take longer than the fallback.
+    """
 
     def refuse(entry: TableEntry) -> str | None:
         try:
             bound = load_space(entry.variant.family).bind(problem, device)
-            reasons = bound.explain(bound.variant(entry.variant.as_dict()))
+            variant = bound.variant(entry.variant.as_dict())
+            reasons = bound.explain(variant)
         except (InfeasibleVariant, InvalidSpace, UnsupportedProblem) as refused:
             return str(refused)
-        return "; ".join(reasons) or None
+        if reasons:
+            return "; ".join(reasons)
+        return None if tables.full_key(entry.problem) == tables.full_key(problem) else slower_than_fallback(bound, variant)
 
     return refuse
+
+
+def slower_than_fallback(bound: BoundSpace, variant: Variant) -> str | None:
+    """Why the cost model would rather run the fallback than this variant of a near match, or None."""
+    other = _fallback_us(bound.problem, bound.device)
+    expected = roofline_us(bound, variant)
+    if other is None or expected <= other:
+        return None
+    return f"a near match, but predicted to take {expected:.1f} µs here against {other:.1f} µs of the fallback"
+
+
+@lru_cache(maxsize=1024)
+def _fallback_us(problem: Problem, device: DeviceLimits) -> float | None:
+    """Predicted time of the fallback that serves the problem untuned; None where no family has one."""
+    bounds = [space.bind(problem, device) for space in load_spaces(problem.op) if space.unsupported(problem, device) is None]
+    fallback = fallback_of(bounds)
+    return next((roofline_us(bound, fallback) for bound in bounds if fallback and bound.space.family == fallback.family), None)
 
 
 @dataclass(frozen=True)
@@ -292,7 +316,7 @@ class _Run:
         digest = next(bound.space.digest for bound in self.bounds if bound.space.family == winner.family)
         return Provenance(
             created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            flashgen=_version(),
+            flashgen=version(),
             sampler=self.strategy.sampler,
             seed=seed,
             asks=max(self.strategy.asks, trials),
@@ -351,13 +375,14 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _default_evaluator(executor: ExecutorName) -> EvaluatorFactory:
+def evaluator_for(executor: ExecutorName) -> EvaluatorFactory:
+    """The evaluator that measures, or the one that predicts."""
     return DeviceEvaluator if executor is ExecutorName.DEVICE else PredictedEvaluator
 
 
 def _header(problem: Problem, device: DeviceLimits, evaluator: Evaluator, bounds: Sequence[BoundSpace]) -> Header:
     spaces = {bound.space.family: bound.space.digest for bound in bounds}
-    return Header(problem=problem, device=device, executor=evaluator.executor, spaces=spaces, nvrtc=evaluator.nvrtc(), flashgen=_version())
+    return Header(problem=problem, device=device, executor=evaluator.executor, spaces=spaces, nvrtc=evaluator.nvrtc(), flashgen=version())
 
 
 def _why_empty(bound: BoundSpace) -> str:
@@ -372,7 +397,8 @@ def _time(finalist: Finalist) -> float:
     return finalist.measurement.median_us if finalist.measurement else float("inf")
 
 
-def _version() -> str:
+def version() -> str:
+    """The installed version of this package; `0+source` where it was never installed."""
     from importlib import metadata
 
     try:

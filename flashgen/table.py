@@ -22,6 +22,7 @@ from flashgen.table_schema import (
     DeviceRecord,
     EntryRecord,
     IntegrityRecord,
+    canonical_digest,
     convert,
     device_record,
     entries_digest,
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
 
 LOCK_SECONDS = 120.0
 SAME_MEMORY = 0.1  # relative difference of DRAM bandwidth within which two devices count as alike
+MAX_BYTES = 16 * 2**20  # of one file; an entry takes about 2 kB
 MAX_DISTANCE = 2.0  # log2 steps per axis: an entry serves lengths up to four times shorter or longer
+
+RESEAL = "Restore it, or run `flashgen table check --reseal` after an edit by hand."
 
 VariantCheck = Callable[[TableEntry], str | None]
 """Why an entry's variant is not one of its family's space, or None. The space lies beside this module, so the caller brings it."""
@@ -98,6 +102,11 @@ def read(path: Path, *, strict: bool, check: VariantCheck | None = None) -> Tabl
     return _parse(path, strict=strict, check=check, sealed=True)
 
 
+def parse(content: bytes, origin: Path, *, check: VariantCheck | None = None) -> Table:
+    """A table that is in memory already, read strictly. `origin` names it in messages."""
+    return _parsed(_decoded(content, origin), origin, strict=True, check=check, sealed=True)
+
+
 def load_all(directories: Sequence[Path] | None = None, check: VariantCheck | None = None) -> tuple[Table, ...]:
     """All tables, leniently, user directory first. What had to be skipped is reported in one warning per file."""
     tables = []
@@ -120,16 +129,36 @@ def merge(path: Path, device: DeviceLimits, entry: TableEntry, *, check: Variant
     A measured entry is never replaced by a predicted one. Raises InvalidTable when the present file has a fault, and NotWritable when
     the file system refuses.
     """
-    with _locked(path):
-        present = read(path, strict=True, check=check) if path.exists() else Table(path, device_record(device), ())
-        if not same_device(present.device, device_record(device)):
-            raise InvalidTable(f"{path} belongs to {present.device.name}, not to {device.name}. Choose another file with --table.")
-        old = present.find(entry.problem)
+    changes: list[Change] = []
+
+    def put(present: tuple[TableEntry, ...]) -> Iterable[TableEntry]:
+        old = Table(path, device_record(device), present).find(entry.problem)
         if old and old.measurement.source == "measured" and entry.measurement.source == "predicted":
-            return Change(path, old, entry, False, "a measured entry is never replaced by a predicted one")
-        others = [other for other in present.entries if full_key(other.problem) != full_key(entry.problem)]
-        _replace(path, render_table(present.device, [*others, entry]))
-        return Change(path, old, entry, True)
+            changes.append(Change(path, old, entry, False, "a measured entry is never replaced by a predicted one"))
+            return present
+        changes.append(Change(path, old, entry, True))
+        return [*(other for other in present if full_key(other.problem) != full_key(entry.problem)), entry]
+
+    update(path, device_record(device), put, check=check)
+    return changes[0]
+
+
+Rewrite = Callable[[tuple[TableEntry, ...]], Iterable[TableEntry]]
+
+
+def update(path: Path, device: DeviceRecord, rewrite: Rewrite, *, check: VariantCheck | None = None) -> Table:
+    """Replace the entries of the table at `path` (created when absent) by `rewrite(entries)`, under the lock; the new table.
+
+    Raises InvalidTable when the present file has a fault or belongs to another device, and NotWritable when the file system refuses.
+    """
+    with _locked(path):
+        present = read(path, strict=True, check=check) if path.exists() else Table(path, device, ())
+        if not same_device(present.device, device):
+            raise InvalidTable(f"{path} belongs to {present.device.name}, not to {device.name}. Choose another file with --table.")
+        entries = tuple(rewrite(present.entries))
+        if entries != present.entries or not path.exists():
+            _replace(path, render_table(present.device, entries))
+        return Table(path, present.device, entries)
 
 
 def reseal(path: Path, *, check: VariantCheck | None = None) -> Table:
@@ -143,11 +172,12 @@ def reseal(path: Path, *, check: VariantCheck | None = None) -> Table:
 def render_table(device: DeviceRecord, entries: Iterable[TableEntry]) -> str:
     """The text of a table file: sorted entries, digest over them. The only writer of the format."""
     raw = [to_raw(entry) for entry in sorted(entries, key=lambda entry: _order(full_key(entry.problem)))]
+    owner = {name: getattr(device, name) for name in DeviceRecord.__struct_fields__}
     return dump(
         {
             "schema": SCHEMA,
-            "integrity": {"entries": len(raw), "digest": entries_digest(raw)},
-            "device": {name: getattr(device, name) for name in DeviceRecord.__struct_fields__},
+            "integrity": {"entries": len(raw), "digest": entries_digest(raw), "device": canonical_digest(owner)},
+            "device": owner,
             "entries": raw,
         }
     )
@@ -285,16 +315,29 @@ def _coordinates(problem: Problem) -> tuple[float, float, float, float]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
     except OSError as problem:
         raise InvalidTable(f"{path} cannot be read: {problem.strerror}. Check the path and its permissions.") from problem
+    return _decoded(content, path)
+
+
+def _decoded(content: bytes, path: Path) -> str:
+    if len(content) > MAX_BYTES:
+        raise InvalidTable(f"{path} is larger than {MAX_BYTES} bytes, the most that is read. Split the table or remove the file.")
+    try:
+        return content.decode("utf-8")
     except UnicodeDecodeError as problem:
         raise InvalidTable(f"{path}: not UTF-8 text at byte {problem.start}. Restore the file from its history or remove it.") from None
 
 
 def _parse(path: Path, *, strict: bool, check: VariantCheck | None, sealed: bool) -> Table:
+    return _parsed(_text(path), path, strict=strict, check=check, sealed=sealed)
+
+
+def _parsed(text: str, path: Path, *, strict: bool, check: VariantCheck | None, sealed: bool) -> Table:
     lines: dict[NodePath, int] = {}
-    document = load_strict(_text(path), str(path), error=InvalidTable, lines=lines)
+    document = load_strict(text, str(path), error=InvalidTable, lines=lines)
     _check_schema(document, path)
     faults: list[str] = []
     device = convert(document["device"], DeviceRecord, f"{path}:{lines[('device',)]}: device")
@@ -325,10 +368,12 @@ def _check_schema(document: Any, path: Path) -> None:
 
 def _check_integrity(document: Any, entries: list[Any], path: Path) -> None:
     sealed = convert(document["integrity"], IntegrityRecord, f"{path}: integrity")
+    if sealed.device is not None and sealed.device != canonical_digest(document["device"]):
+        raise InvalidTable(f"{path}: the device's record is not the sealed one: edited. {RESEAL}")
     if sealed.entries != len(entries) or sealed.digest != entries_digest(entries):
         raise InvalidTable(
             f"{path}: {len(entries)} entries with digest {entries_digest(entries)[:19]}…, but sealed as {sealed.entries} with "
-            f"{sealed.digest[:19]}…: cut or edited. Restore it, or run `flashgen table check --reseal` after an edit by hand."
+            f"{sealed.digest[:19]}…: cut or edited. {RESEAL}"
         )
 
 

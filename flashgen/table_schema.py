@@ -65,10 +65,11 @@ class DeviceRecord(Record, frozen=True):
 
 
 class IntegrityRecord(Record, frozen=True):
-    """Number of entries and digest over all of them."""
+    """Number of entries, digest over all of them, digest of the device's record (absent in the first tables)."""
 
     entries: Count
     digest: Digest
+    device: Digest | None = None
 
 
 class KeyRecord(Record, frozen=True):
@@ -189,7 +190,12 @@ class EntryRecord(Record, frozen=True):
 
 def entries_digest(entries: list[Any]) -> str:
     """sha256 over the canonical JSON of the raw entries."""
-    canonical = json.dumps(entries, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return canonical_digest(entries)
+
+
+def canonical_digest(value: Any) -> str:
+    """sha256 over the canonical JSON of any value."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 

@@ -22,6 +22,7 @@ SAFE_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./+=-]*|-{1,2}[A-Za-z][A-Za-z0-9_.+
 MAX_DIGITS = 18  # fits 64 bits; also far below the length at which int() itself refuses
 MAX_DEPTH = 32
 MAX_CHARACTERS = 64 * 2**20
+MAX_VALUES = 2**20  # keys, scalars and containers of one document; bounds time and memory whatever the text
 
 Path = tuple[str | int, ...]
 
@@ -34,7 +35,8 @@ def load_strict(text: str, origin: str, *, error: type[FlashgenError] = InvalidS
     """The one document in `text` as dicts with text keys, lists, and scalars.
 
     `origin` names the file in messages. `lines`, when given, receives the 1-based line of every node by its path.
-    Raises `error` for syntax errors, duplicate keys, tags, anchors, aliases, non-text keys, too deep nesting and huge integers.
+    Raises `error` for syntax errors, duplicate keys, tags, anchors, aliases, non-text keys, too deep nesting, too many values and huge
+    integers.
     """
     if len(text) > MAX_CHARACTERS:
         raise error(f"{origin}: {len(text)} characters; at most {MAX_CHARACTERS} are read. Split the file.")
@@ -68,6 +70,7 @@ class _Builder:
         self.lines = lines
         self.document: Any = None
         self.documents = 0
+        self.values = 0
         self.stack: list[_Open] = []
 
     def feed(self, event: Any) -> None:
@@ -80,12 +83,18 @@ class _Builder:
                 self.refuse(line, "a second document; one document per file")
         if isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)):
             self.check_plain(event, line)
+            self.count(line)
         if isinstance(event, yaml.ScalarEvent):
             self.scalar(event, line)
         elif isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
             self.open(event, line)
         elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
             self.stack.pop()
+
+    def count(self, line: int) -> None:
+        self.values += 1
+        if self.values > MAX_VALUES:
+            self.refuse(line, f"more than {MAX_VALUES} values; split the file")
 
     def check_plain(self, event: Any, line: int) -> None:
         if event.anchor is not None:

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("strategy", "study", "evaluators", "trials", "search"),
     ("measured", "tile_grid", "explorer", "explorer_page"),
+    ("staleness", "table_tools", "standard", "t4", "traffic", "formula", "bundle_reader", "bundle"),
     ("doctor", "console", "cli", "__main__"),
 )  # fmt: skip
 OWNERS = {

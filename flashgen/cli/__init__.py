@@ -39,6 +39,8 @@ COMMANDS = {
     "certify": "Prove one kernel exact, or show where it is not.",
     "show": "Print a source, a table entry, a search space or the cubin store.",
     "explore": "Show which tiles fit which shared memory, where the bytes go and what binds.",
+    "table": "List, check, compare, merge, refresh and export tuned tables.",
+    "bundle": "Write kernels of a table to be launched where there is no compiler.",
     "bench": "Time table entries beside other libraries, interleaved.",
     "doctor": "Print every path and version in use, and what is wrong with them.",
 }

@@ -50,6 +50,8 @@ class Order:
 @shared.seed_option
 @click.option("--table", type=click.Path(dir_okay=False, path_type=Path), help="Table to write.  [default: the device's, in FLASHGEN_HOME]")
 @click.option("--resume/--fresh", "resume", default=True, show_default=True, help="Go on with a stopped search, or forget it.")
+@click.option("--standard", type=click.Choice(["small", "full"]), help="A standard list of problems instead; may be stopped and resumed.")
+@click.option("--part", metavar="I/N", help="With --standard: this part of the list only, such as 2/4.")
 @click.option("--compile-only", is_flag=True, help="Only fill the cubin store; needs no GPU.")
 @shared.json_option
 def tune(**options: Any) -> int:
@@ -58,8 +60,15 @@ def tune(**options: Any) -> int:
     Both masks, 4096 rows, 16 heads, batch 4 and bfloat16 unless said otherwise. Without a GPU the best variants by the cost model are
     compiled for --gpu (default h200), ranked with the compiler's registers and certified by emulation; all times are then predictions.
     """
-    problems = shared.request_of(options).problems()
+    request, standard, part = shared.request_of(options), options.pop("standard"), options.pop("part")
     _check_limits(options["budget"], options["seconds"])
+    if standard is not None:
+        from flashgen.cli.standard import tune_list
+
+        return tune_list(standard, part, request, options)
+    if part is not None:
+        raise InvalidProblem(f"--part divides a standard list; add --standard. Got --part {part}.")
+    problems = request.problems()
     compile_only = options.pop("compile_only")
     target = shared.target_of(options.pop("gpu"), str(ExecutorName.EMULATED) if compile_only else options.pop("executor"))
     options.pop("executor", None)

@@ -1,0 +1,247 @@
+"""Standard lists of problems: what they hold, that they can be divided, stopped and resumed, and how the rest is filled."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from shipping import H200, NVRTC, compiled, entry, problem, source_of, table_of, variant
+
+from flashgen import cli, paths, standard, table
+from flashgen.errors import InvalidProblem
+from flashgen.evaluators import Decision, Toolchain
+from flashgen.model import (
+    Certificate,
+    CompileReport,
+    DeviceLimits,
+    DType,
+    ExecutorName,
+    Mask,
+    Measurement,
+    Outcome,
+    Problem,
+    Source,
+    Trial,
+    Variant,
+    Verdict,
+)
+from flashgen.space import BoundSpace
+from flashgen.staleness import Tools
+
+TOOLS = Tools(NVRTC, "580.65")
+
+
+class Imagined:
+    """An evaluator of a GPU that is not there. Counts what is asked of it; times grow with block_q."""
+
+    executor = ExecutorName.DEVICE
+    jobs = 2
+    finalists = 2
+
+    def __init__(self, bounds: Sequence[BoundSpace], asked: Problem, limits: DeviceLimits, seed: int) -> None:
+        self.problem = asked
+        self.calls: Counter[str] = Counter()
+        CREATED.append(self)
+
+    def nvrtc(self) -> str:
+        return NVRTC
+
+    def toolchain(self) -> Toolchain:
+        return Toolchain(NVRTC, "580.65", "14.2.0")
+
+    def prepare(self, variant: Variant) -> None:
+        pass
+
+    def source(self, variant: Variant) -> Source:
+        return source_of(self.problem, variant)
+
+    def report(self, variant: Variant) -> CompileReport:
+        return compiled(self.source(variant)).report
+
+    def us(self, variant: Variant) -> float:
+        return 100.0 + variant.as_dict()["block_q"] + 1e-3 * variant.as_dict()["block_kv"]
+
+    def evaluate(self, variant: Variant, best_us: float | None) -> Trial:
+        self.calls["evaluate"] += 1
+        us = self.us(variant)
+        return Trial(variant, Outcome.OK, "", Measurement(us, us, us, 10, 1.0), self.report(variant), self.source(variant).digest)
+
+    def certify(self, variant: Variant) -> Certificate:
+        self.calls["certify"] += 1
+        verdict = Verdict.INEXACT if variant in INEXACT else Verdict.EXACT
+        return replace(entry().certificate, verdict=verdict, failure="planted" if variant in INEXACT else "")
+
+    def decide(self, finalists: Sequence[Variant], incumbents: Sequence[Variant], trials: dict[Variant, Trial]) -> Decision:
+        times = {each: Measurement(self.us(each), self.us(each), self.us(each), 30, 1.0) for each in finalists}
+        return Decision(min(times, key=lambda each: times[each].median_us), times)
+
+    def close(self) -> None:
+        self.calls["close"] += 1
+
+
+CREATED: list[Imagined] = []
+INEXACT: set[Variant] = set()
+
+
+@pytest.fixture(autouse=True)
+def forgotten(home: Path) -> None:
+    CREATED.clear()
+    INEXACT.clear()
+
+
+def run(wishes: list[standard.Wish], path: Path, **options: object) -> list[standard.Done]:
+    return list(standard.tune(wishes, H200, ExecutorName.DEVICE, TOOLS, path=path, budget=3, make_evaluator=Imagined, **options))  # type: ignore[arg-type]
+
+
+# Lists ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_full_list_searches_each_head_dim_mask_and_length_and_fills_the_rest() -> None:
+    wishes = standard.full()
+    searched, filled = ([each.problem for each in wishes if each.searched is kind] for kind in (True, False))
+    assert len(searched) == 7 * 2 * 7 and {each.dtype for each in searched} == {DType.BFLOAT16}
+    assert {each.gqa_group for each in searched} == {1} and {each.gqa_group for each in filled} == {1, 4, 8}
+    assert {each.dtype for each in filled} == {DType.BFLOAT16, DType.FLOAT16}
+    assert {(each.head_dim, each.head_dim_v) for each in searched} == set(standard.DIMS)
+    assert {each.seqlen_q for each in searched} == {512, 1024, 2048, 4096, 8192, 16384, 32768}
+    keys = [table.full_key(each.problem) for each in wishes]
+    assert len(set(keys)) == len(keys), "no entry is made twice"
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 7])
+def test_the_parts_of_a_list_make_up_the_whole(count: int) -> None:
+    wishes = standard.full()
+    parts = [standard.part_of(wishes, f"{number + 1}/{count}") for number in range(count)]
+    assert sorted(map(str, (each for part in parts for each in part))) == sorted(map(str, wishes))
+    for part in parts:
+        assert [each.searched for each in part] == sorted((each.searched for each in part), reverse=True)
+
+
+@pytest.mark.parametrize("part", ["0/4", "5/4", "2", "a/b", "-1/4", "1/0"])
+def test_a_part_that_is_none_is_refused(part: str) -> None:
+    with pytest.raises(InvalidProblem, match="2/4"):
+        standard.part_of(standard.small(), part)
+
+
+# Tuning ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_list_is_searched_filled_and_then_kept(tmp_path: Path) -> None:
+    asked = problem(head_dim=64, mask=Mask())
+    wishes = [standard.Wish(asked), standard.Wish(replace(asked, dtype=DType.FLOAT16), searched=False)]
+    path = tmp_path / "t.yaml"
+    assert [each.how for each in run(wishes, path)] == ["searched", "filled"]
+    entries = table.read(path, strict=True).entries
+    assert {each.provenance.sampler for each in entries} >= {"neighbours"}
+    CREATED.clear()
+    assert [each.how for each in run(wishes, path)] == ["kept", "kept"]
+    assert not CREATED, "nothing runs for what is current"
+
+
+def test_a_stopped_list_goes_on_where_it_ended(tmp_path: Path) -> None:
+    wishes = [standard.Wish(problem(length, mask=Mask())) for length in (256, 512, 1024)]
+    path = tmp_path / "t.yaml"
+    running = standard.tune(wishes, H200, ExecutorName.DEVICE, TOOLS, path=path, budget=3, make_evaluator=Imagined)
+    assert next(running).how == "searched"
+    running.close()
+    assert [each.how for each in run(wishes, path)] == ["kept", "searched", "searched"]
+
+
+def test_a_stale_entry_of_the_list_is_made_anew(tmp_path: Path) -> None:
+    from shipping import stale
+
+    asked = problem(mask=Mask())
+    path = table_of(tmp_path / "t.yaml", stale(entry(asked)), entry(problem(512, mask=Mask()), kind="predicted")).path
+    wishes = [standard.Wish(asked), standard.Wish(problem(512, mask=Mask()))]
+    assert [each.how for each in run(wishes, path)] == ["searched", "searched"], "a GPU replaces predictions too"
+
+
+def test_neighbours_are_the_nearest_winners_and_runners_up_each_once() -> None:
+    near = entry(problem(2048, mask=Mask()), chosen=variant(problem(2048, mask=Mask()), block_kv=64))
+    far = entry(problem(16384, mask=Mask()), chosen=variant(problem(16384, mask=Mask()), block_kv=96))
+    second = variant(problem(2048, mask=Mask()), block_kv=48)
+    entries = [far, replace(near, runner_up=(second, 110.0)), entry(problem(1024)), entry(problem(1024, head_dim=128, mask=Mask()))]
+    half = replace(problem(1024, mask=Mask()), dtype=DType.FLOAT16)
+    assert standard.neighbours(half, entries) == [near.variant, second, far.variant]
+    assert standard.neighbours(half, entries, most=2) == [near.variant, second]
+
+
+def test_filling_takes_the_fastest_exact_candidate() -> None:
+    asked = problem(mask=Mask())
+    fast, slow = variant(asked, block_q=32, num_warps=2), variant(asked, block_q=128)
+    made = standard.fill(asked, H200, [slow, fast], (), Imagined)
+    assert made.variant == fast and made.runner_up is not None and made.provenance.measured == 3
+    INEXACT.add(fast)
+    assert standard.fill(asked, H200, [slow, fast], (), Imagined).variant != fast
+
+
+def test_a_text_is_certified_once_however_many_problems_it_serves() -> None:
+    asked = problem(mask=Mask())
+    known = standard.fill(asked, H200, [variant(asked)], (), Imagined)
+    again = standard.fill(replace(asked, batch=8), H200, [variant(asked)], [known], Imagined)
+    assert again.certificate == known.certificate
+    assert [each.calls["certify"] for each in CREATED] == [1, 0]
+    assert all(each.calls["close"] == 1 for each in CREATED)
+
+
+def test_a_refresh_proves_and_times_anew_and_keeps_how_the_variant_was_found(tmp_path: Path) -> None:
+    found = table_of(tmp_path / "t.yaml", entry(problem(mask=Mask())), entry())
+    outcomes = list(standard.refresh(found, found.entries[:1], H200, ExecutorName.DEVICE, make_evaluator=Imagined))
+    assert [type(each).__name__ for _, each in outcomes] == ["Change"]
+    after = table.read(found.path, strict=True)
+    assert len(after.entries) == 2
+    fresh = next(each for each in after.entries if each.problem == found.entries[0].problem)
+    assert fresh.provenance.sampler == "tpe" and fresh.provenance.created != found.entries[0].provenance.created
+    assert fresh.measurement.median_us == 164.032
+
+
+def test_a_refresh_that_fails_keeps_the_old_entry_and_says_why(tmp_path: Path) -> None:
+    base = entry(problem(mask=Mask()))
+    found = table_of(tmp_path / "t.yaml", base)
+    INEXACT.add(base.variant)
+    ((_, outcome),) = standard.refresh(found, found.entries, H200, ExecutorName.DEVICE, make_evaluator=Imagined)
+    assert "planted" in str(outcome)
+    assert table.read(found.path, strict=True).entries == (base,)
+
+
+# The command, and what is shipped -------------------------------------------------------------------------------------
+
+
+def test_a_standard_list_names_its_problems_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["tune", "--standard", "small", "--head-dim", "64", "--gpu", "h200", "--executor", "emulated"]) == 2
+    assert "leave out --head-dim" in " ".join(capsys.readouterr().err.split())
+    assert cli.run(["tune", "--part", "1/2", "--head-dim", "64"]) == 2
+    assert "add --standard" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_command_keeps_a_list_that_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    wishes = [standard.Wish(problem(mask=Mask()))]
+    monkeypatch.setitem(standard.LISTS, "small", lambda: wishes)
+    monkeypatch.setattr(standard, "evaluator_for", lambda executor: Imagined)
+    monkeypatch.setattr("flashgen.staleness.tools_in_use", lambda: TOOLS)
+    arguments = ["tune", "--standard", "small", "--gpu", "h200", "--executor", "emulated", "--table", str(tmp_path / "t.yaml"), "--json"]
+    assert cli.run([*arguments, "--budget", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["done"] == {"searched": 1}
+    assert cli.run(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["done"] == {"kept": 1}
+
+
+def test_shipped_tables_are_sound_and_named_after_their_devices() -> None:
+    from flashgen.device import PRESETS, slug
+    from flashgen.search import space_check
+    from flashgen.table_tools import limits_of
+
+    files = sorted(paths.shipped_tables().glob("*.yaml"))
+    assert len(files) >= 4
+    for path in files:
+        found = table.read(path, strict=True, check=space_check)
+        limits = limits_of(found.device)
+        assert path.stem == slug(limits) and limits.name in {preset.name for preset in PRESETS.values()}
+        for each in found.entries:
+            predicted = each.measurement.source == "predicted"
+            assert (each.certificate.executor is ExecutorName.EMULATED) == predicted
+            assert limits.name != "NVIDIA H200" or not predicted

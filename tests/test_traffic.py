@@ -1,0 +1,146 @@
+"""The guard of near matches, logs of problems, and how tables cover them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from shipping import H200, entry, problem, table_of
+
+import flashgen
+from flashgen import cli, cost, search, table, traffic
+from flashgen.errors import InvalidProblem
+from flashgen.model import Mask, Problem
+from flashgen.space import load_space
+from flashgen.traffic import Cover
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_a_near_match_that_is_predicted_slower_than_the_fallback_is_passed_over(tmp_path: Path) -> None:
+    tuned, asked = problem(4096, head_dim=128), problem(1024, head_dim=128, batch=1, heads_q=2, heads_kv=1)
+    bound = load_space("ampere_forward").bind(asked, H200)
+    slow = max((each for each in bound.feasible()), key=lambda each: cost.roofline_us(bound, each))
+    reason = search.slower_than_fallback(bound, slow)
+    assert reason is not None and reason.startswith("a near match, but predicted to take")
+    found = table_of(tmp_path / "a.yaml", entry(replace(tuned, batch=1, heads_q=2, heads_kv=1), chosen=slow))
+    answer = table.lookup(asked, H200, [found], search.refusal(asked, H200))
+    assert answer.found is None and any(reason in step for step in answer.steps)
+
+
+def test_an_exact_match_is_served_whatever_the_cost_model_says(tmp_path: Path) -> None:
+    asked = problem(1024, head_dim=128, batch=1, heads_q=2, heads_kv=1)
+    bound = load_space("ampere_forward").bind(asked, H200)
+    slow = max((each for each in bound.feasible()), key=lambda each: cost.roofline_us(bound, each))
+    found = table_of(tmp_path / "a.yaml", entry(asked, chosen=slow))
+    assert table.lookup(asked, H200, [found], search.refusal(asked, H200)).found is not None
+
+
+def test_no_near_match_is_ever_slower_than_the_fallback_by_the_cost_model(tmp_path: Path) -> None:
+    tuned = problem(2048, head_dim=64, batch=4, heads_q=8, heads_kv=8)
+    space = load_space("ampere_forward")
+    variants = space.bind(tuned, H200).feasible()[::40]
+    for number, chosen in enumerate(variants):
+        found = table_of(tmp_path / f"{number}.yaml", entry(tuned, chosen=chosen))
+        for length in (512, 1000, 1500, 3000, 8192):
+            asked = replace(tuned, seqlen_q=length, seqlen_kv=length)
+            answer = table.lookup(asked, H200, [found], search.refusal(asked, H200))
+            if answer.found is not None:
+                bound = space.bind(asked, H200)
+                assert cost.roofline_us(bound, chosen) <= cost.roofline_us(bound, bound.fallback())
+
+
+# The log --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_survives_writing_and_reading(tmp_path: Path) -> None:
+    asked = [problem(), problem(77, mask=Mask.window(12, -1)), problem(0), replace(problem(), deterministic=True)]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(f"{traffic.line_of(each, number + 1)}\n" for number, each in enumerate(asked)))
+    assert dict(traffic.read(path)) == {each: number + 1 for number, each in enumerate(asked)}
+
+
+def test_nothing_is_recorded_unless_asked_for_and_threads_count_together(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    traffic.note(problem())
+    with flashgen.record_problems(path):
+        threads = [threading.Thread(target=lambda: [traffic.note(problem()) for _ in range(200)]) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        traffic.note(problem(512))
+    traffic.note(problem())
+    assert dict(traffic.read(path)) == {problem(): 800, problem(512): 1}
+
+
+def test_two_recordings_at_once_are_refused(tmp_path: Path) -> None:
+    with traffic.record(tmp_path / "a"), pytest.raises(InvalidProblem, match="recorded already"), traffic.record(tmp_path / "b"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{}", "missing required field"),
+        ("not json", "malformed"),
+        ('{"dtype": "bfloat16"', "truncated"),
+        (traffic.line_of(problem()).replace('"head_dim":64', '"head_dim":-1'), "head_dim"),
+        (traffic.line_of(problem()).replace('"heads_q":4', '"heads_q":3'), "multiple of the KV heads"),
+        (traffic.line_of(problem())[:-1] + ',"surprise":1}', "surprise"),
+        ("[" * 3000, "log.jsonl:2"),
+        ("9" * 5000, "more than 4096 bytes"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(f"{traffic.line_of(problem())}\n{line}\n")
+    with pytest.raises(InvalidProblem) as refused:
+        traffic.read(path)
+    assert "log.jsonl:2" in str(refused.value) and said in str(refused.value)
+
+
+# Coverage -------------------------------------------------------------------------------------------------------------
+
+
+def covers(tmp_path: Path, *asked: Problem) -> dict[Problem, Cover]:
+    found = table_of(tmp_path / "a.yaml", entry(problem(1024)))
+    return {each.problem: each.cover for each in traffic.coverage(dict.fromkeys(asked, 1), H200, [found])}
+
+
+def test_traffic_is_exact_near_or_left_to_the_fallback(tmp_path: Path) -> None:
+    exact, near, far, other = problem(1024), problem(1500), problem(16384), problem(1024, mask=Mask())
+    nothing = problem(1024, head_dim=264)
+    assert covers(tmp_path, exact, near, far, other, nothing) == {
+        exact: Cover.EXACT, near: Cover.NEAR, far: Cover.FALLBACK, other: Cover.FALLBACK, nothing: Cover.NOTHING,
+    }  # fmt: skip
+
+
+def test_the_commands_that_tune_the_rest_ask_for_just_those_problems(tmp_path: Path) -> None:
+    asked = [problem(16384), problem(8192), problem(1024, mask=Mask()), problem(64, mask=Mask.window(7, 0))]
+    asked[-1] = replace(asked[-1], head_dim_v=128, seqlen_q=1)
+    found = table_of(tmp_path / "a.yaml", entry())
+    commands = traffic.tune_commands(traffic.coverage(dict.fromkeys(asked, 1), H200, [found]), "h200")
+    from flashgen.cli.options import request_of
+    from flashgen.cli.tune import tune
+
+    again: set[Problem] = set()
+    for command in commands:
+        context = tune.make_context("tune", command.split()[2:])
+        again |= set(request_of(context.params).problems())
+    assert again == set(asked)
+
+
+def test_the_coverage_command_counts_calls(tmp_path: Path, capsys: Captured) -> None:
+    found = table_of(tmp_path / "a.yaml", entry())
+    log = tmp_path / "log.jsonl"
+    log.write_text(f"{traffic.line_of(problem(1024), 9)}\n{traffic.line_of(problem(16384), 3)}\n")
+    assert cli.run(["table", "coverage", str(log), "--table", str(found.path), "--gpu", "h200", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["calls"] == {"exact": 9, "near": 0, "fallback": 3, "nothing": 0}
+    assert cli.run(["table", "coverage", str(log), "--table", str(found.path), "--gpu", "h200"]) == 0
+    shown = capsys.readouterr().out
+    assert "12 calls: 9 exact (75%), 3 fallback (25%)" in shown and "flashgen tune --head-dim 64" in shown
