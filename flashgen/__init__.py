@@ -1,6 +1,6 @@
 """Generated, tuned and certified attention kernels.
 
-Importing this package touches no GPU and needs none of CuPy, torch and Optuna.
+Importing this package touches no GPU and needs none of CuPy, torch and Optuna; the functions load what they need when first used.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from flashgen.model import Alignment, DType, Mask, MaskKind, Op, Problem, Varian
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from flashgen.api import attention, explain, lookup, tune
     from flashgen.bundle_reader import load_bundle
     from flashgen.explorer import Exploration
     from flashgen.traffic import record as record_problems
@@ -26,12 +27,23 @@ __all__ = [
     "Problem",
     "Variant",
     "__version__",
+    "attention",
+    "explain",
     "explore",
     "load_bundle",
+    "lookup",
     "record_problems",
+    "tune",
 ]
 
-_LAZY = {"load_bundle": ("bundle_reader", "load_bundle"), "record_problems": ("traffic", "record")}
+_LAZY = {
+    "attention": ("api", "attention"),
+    "explain": ("api", "explain"),
+    "load_bundle": ("bundle_reader", "load_bundle"),
+    "lookup": ("api", "lookup"),
+    "record_problems": ("traffic", "record"),
+    "tune": ("api", "tune"),
+}
 """Public functions by the module and name that they are imported from when first used."""
 
 
@@ -39,7 +51,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _LAZY[name]
-    return getattr(import_module(f"{__name__}.{module}"), attribute)
+    found = globals()[name] = getattr(import_module(f"{__name__}.{module}"), attribute)  # later uses come straight here
+    return found
 
 
 def explore(problem: Problem, gpu: str = "auto", **options: Any) -> Exploration:

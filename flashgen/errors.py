@@ -18,6 +18,10 @@ class UnsupportedProblem(FlashgenError, ValueError):
     """No family, or not the named one, can compute the problem on the device."""
 
 
+class UntunedProblem(FlashgenError, LookupError):
+    """A table entry was demanded (strict), and none serves the problem."""
+
+
 class UnknownDevice(FlashgenError, ValueError):
     """A device name that is neither a preset nor present."""
 

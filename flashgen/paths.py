@@ -35,6 +35,11 @@ def study_store() -> Path:
     return home() / "studies"
 
 
+def proof_store() -> Path:
+    """Quick certificates that were given on this machine to entries certified elsewhere."""
+    return home() / "proofs"
+
+
 def emulation_store() -> Path:
     """Host libraries built from sources for the emulated executor."""
     return home() / "emulated"

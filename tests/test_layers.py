@@ -28,6 +28,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("strategy", "study", "evaluators", "trials", "search"),
     ("measured", "tile_grid", "explorer", "explorer_page"),
     ("staleness", "table_tools", "standard", "t4", "traffic", "formula", "bundle_reader", "bundle"),
+    ("table_image", "backends", "trust", "dispatch", "testing"),
+    ("arguments", "recompute", "torch_face", "arrays", "api", "compat", "integrations"),
     ("doctor", "console", "cli", "__main__"),
 )  # fmt: skip
 OWNERS = {
@@ -35,7 +37,8 @@ OWNERS = {
     "jinja2": {"render"},
     "optuna": {"strategy"},
     "cupy": {"gpu", "compiler", "runtime", "device", "bench", "timing", "doctor"},
-    "torch": {"peers"},
+    "torch": {"peers", "torch_face", "recompute", "compat"},
+    "transformers": {"integrations"},
     "pynvml": {"telemetry"},
     "click": {"cli"},
     "rich": {"console"},

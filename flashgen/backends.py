@@ -1,0 +1,240 @@
+"""Who runs the kernels that dispatch chooses: a GPU of this process, or the emulation on the CPU for tests.
+
+Both take raw addresses and strides, so they know nothing of torch or CuPy arrays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from flashgen import launch
+from flashgen.errors import LaunchError
+from flashgen.launch import Operand
+from flashgen.model import Certificate, DeviceLimits, DType, ExecutorName, ForwardTensors, Problem, Source, Tensor
+from flashgen.space import Space
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from flashgen.bench import MeasuringState
+    from flashgen.cubins import Compiled
+    from flashgen.emulate import Policy
+
+CERTIFY_SECONDS = 120.0
+
+
+Strides = tuple[int, int, int]
+"""Of batch, heads and rows, in elements."""
+
+Launch = Callable[[int, int, int, int, int, int, int], None]
+"""Enqueues one forward call: addresses of q, k, v, o, lse and workspace, and the raw handle of a stream of their device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A kernel that a backend can launch, and the digest of its cubin; '' where nothing was compiled for a device."""
+
+    source: Source
+    handle: Any
+    cubin_digest: str
+
+
+class Backend(Protocol):
+    """What dispatch needs of an executor."""
+
+    @property
+    def name(self) -> ExecutorName:
+        """Which executor this is."""
+        ...
+
+    @property
+    def limits(self) -> DeviceLimits:
+        """What the device offers."""
+        ...
+
+    def check_process(self) -> None:
+        """Raises LaunchError in a process that cannot launch, such as a fork."""
+        ...
+
+    def capturing(self, stream: int) -> bool:
+        """Whether a CUDA graph is being captured on the stream, so that nothing may be compiled or loaded now."""
+        ...
+
+    def load(self, source: Source) -> Loaded:
+        """Compile, or take from the store, and load. Raises CompileError, LaunchError, MissingDependency."""
+        ...
+
+    def quick(self, space: Space, loaded: Loaded, problem: Problem) -> Certificate:
+        """The quick certificate of a kernel on this device. Raises LaunchError, WorkerLost."""
+        ...
+
+    def prepare(self, loaded: Loaded, problem: Problem, grids: Sequence[int], scale: float, strides: Sequence[Strides]) -> Launch:
+        """All that does not depend on addresses, done once. `strides` are those of q, k, v and o. Raises InvalidProblem."""
+        ...
+
+
+_forked = False
+_watching = False
+
+
+def _mark_fork() -> None:
+    global _forked
+    _forked = True
+
+
+def _watch_forks() -> None:
+    """From now on a fork of this process knows that it is one: CUDA does not survive a fork."""
+    global _watching
+    if not _watching and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_mark_fork)
+        _watching = True
+
+
+class DeviceBackend:
+    """One GPU. Kernels are certified in a measuring child, never in this process."""
+
+    name = ExecutorName.DEVICE
+
+    def __init__(self, index: int) -> None:
+        """GPU `index`, as the driver counts what is visible. Raises LaunchError in a fork, MissingDependency without that GPU."""
+        self.check_process()
+        from flashgen.gpu import Gpu
+        from flashgen.runtime import DeviceExecutor, present_limits
+
+        self._gpu = Gpu(index)
+        self._executor = DeviceExecutor(self._gpu)
+        self.limits: DeviceLimits = present_limits(self._gpu)
+        _watch_forks()
+
+    def check_process(self) -> None:
+        """Raises LaunchError in a child that was forked after CUDA had started."""
+        if _forked:
+            raise LaunchError(
+                "This process was forked from one in which flashgen had started CUDA, and CUDA does not survive a fork. Start it with "
+                "multiprocessing's 'spawn' or 'forkserver' method, or fork before the first call of flashgen.attention."
+            )
+
+    def capturing(self, stream: int) -> bool:
+        """Asks the CUDA runtime."""
+        from flashgen.gpu import cupy
+
+        return bool(cupy().cuda.runtime.streamIsCapturing(stream))
+
+    def load(self, source: Source) -> Loaded:
+        """Through the cubin store."""
+        kernel = self._executor.load(source)
+        return Loaded(source, kernel, kernel.compiled.report.cubin_digest)
+
+    def quick(self, space: Space, loaded: Loaded, problem: Problem) -> Certificate:
+        """In a measuring child that lives for this certificate: an unproved kernel must not endanger the caller's CUDA context."""
+        from flashgen.bench import open_device
+        from flashgen.worker import MeasuringChild
+
+        with MeasuringChild(open_device, self._gpu.index, deadline_s=CERTIFY_SECONDS) as child:
+            arguments = (loaded.source, loaded.handle.compiled, problem)
+            certificate: Certificate = child.call(f"Certifying {loaded.source.variant}", quick_task, *arguments)
+            return certificate
+
+    def prepare(self, loaded: Loaded, problem: Problem, grids: Sequence[int], scale: float, strides: Sequence[Strides]) -> Launch:
+        """Parameters are copied from a template at each call, so that calls of several threads do not meet."""
+        kernel, fill = loaded.handle, parameter_template(problem, scale, strides)
+
+        def launch_once(q: int, k: int, v: int, o: int, lse: int, workspace: int, stream: int) -> None:
+            if _forked:
+                self.check_process()
+            kernel.launch(grids, fill(q, k, v, o, lse, workspace), stream)
+
+        return launch_once
+
+
+def quick_task(state: MeasuringState, source: Source, compiled: Compiled, problem: Problem) -> Certificate:
+    """In the measuring child: the quick suite on one kernel."""
+    from flashgen import certify
+    from flashgen.space import load_space
+
+    state.executor.load(source, compiled)
+    return certify.quick(state.executor, load_space(source.family), source, problem, 0)
+
+
+class EmulatedBackend:
+    """The emulated executor on host memory. For tests: thousands of times slower than a GPU."""
+
+    name = ExecutorName.EMULATED
+
+    def __init__(self, limits: DeviceLimits, policy: Policy | None = None) -> None:
+        """Limits of the device to play; `policy` schedules the emulated threads (default: values only, no race checks)."""
+        from flashgen.emulate import FAST, EmulatedExecutor
+
+        self.limits = limits
+        self._executor = EmulatedExecutor(limits, policy or FAST)
+
+    def check_process(self) -> None:
+        """A fork may emulate."""
+
+    def capturing(self, stream: int) -> bool:
+        """There are no graphs."""
+        return False
+
+    def load(self, source: Source) -> Loaded:
+        """Compile with the host compiler."""
+        self._executor.prepare([source])
+        return Loaded(source, None, "")
+
+    def quick(self, space: Space, loaded: Loaded, problem: Problem) -> Certificate:
+        """Here, on the CPU."""
+        from flashgen import certify
+
+        return certify.quick(self._executor, space, loaded.source, problem, 0)
+
+    def prepare(self, loaded: Loaded, problem: Problem, grids: Sequence[int], scale: float, strides: Sequence[Strides]) -> Launch:
+        """A launch runs to its end, and raises EmulationFault too."""
+
+        def launch_once(q: int, k: int, v: int, o: int, lse: int, workspace: int, stream: int) -> None:
+            operands = tuple(Operand(address, each) for address, each in zip((q, k, v, o), strides, strict=True))
+            self._executor.forward(loaded.source, problem, _host_tensors(problem, operands, lse), scale)
+
+        return launch_once
+
+
+def parameter_template(problem: Problem, scale: float, strides: Sequence[Strides]) -> Callable[..., ctypes.Structure]:
+    """A function of the six addresses that gives the parameter block of one launch. Raises InvalidProblem for a bad scale."""
+    q, k, v, o = (Operand(0, each) for each in strides)
+    template = launch.forward_params(problem, scale, q, k, v, o, 0, 0)
+    rows_aligned = bool(template.vector_access)
+
+    def fill(q: int, k: int, v: int, o: int, lse: int, workspace: int) -> ctypes.Structure:
+        params = launch.ForwardStruct.from_buffer_copy(template)
+        params.q, params.k, params.v, params.o, params.lse, params.workspace = q, k, v, o, lse, workspace
+        params.vector_access = int(rows_aligned and (q | k | v | o) % launch.VECTOR_BYTES == 0)
+        return params
+
+    return fill
+
+
+def _host_tensors(problem: Problem, operands: Sequence[Operand], lse: int) -> ForwardTensors:
+    """Views of host memory as the executor takes them."""
+    rows_q, rows_kv = (problem.batch, problem.heads_q, problem.seqlen_q), (problem.batch, problem.heads_kv, problem.seqlen_kv)
+    shapes = (
+        (*rows_q, problem.head_dim), (*rows_kv, problem.head_dim), (*rows_kv, problem.head_dim_v), (*rows_q, problem.head_dim_v)
+    )  # fmt: skip
+    q, k, v, o = (_host_tensor(operand, shape, problem.dtype) for operand, shape in zip(operands, shapes, strict=True))
+    sums = Operand(lse, (problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1))
+    return ForwardTensors(q, k, v, o, _host_tensor(sums, (*rows_q, 1), DType.FLOAT32))
+
+
+def _host_tensor(operand: Operand, shape: tuple[int, int, int, int], dtype: DType) -> Tensor:
+    import numpy as np
+
+    strides = (*operand.strides, 1)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+    element: Any = {DType.FLOAT32: np.float32, DType.FLOAT16: np.float16, DType.BFLOAT16: np.uint16}[dtype]
+    # The executor finds tensors of one buffer by its address: an empty one must not share the address of another.
+    buffer: NDArray[Any] = np.empty(0, element)
+    if extent:
+        raw = (ctypes.c_ubyte * (extent * np.dtype(element).itemsize)).from_address(operand.address)
+        buffer = np.frombuffer(memoryview(raw), dtype=element)
+    return Tensor(buffer, 0, shape, strides)

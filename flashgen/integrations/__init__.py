@@ -1,0 +1,1 @@
+"""Bridges to other libraries, one module each; a module imports its library when its function is called."""
