@@ -9,17 +9,24 @@ from typing import TYPE_CHECKING, Any
 from flashgen import arguments
 from flashgen.model import DeviceLimits, ExecutorName, Problem
 
-try:
-    from flashgen import torch_face
-except ImportError as _missing:  # torch is optional: CuPy and DLPack arrays do without
-    if (_missing.name or "").split(".")[0] != "torch":
-        raise
-    torch_face = None  # type: ignore[assignment]
-
 if TYPE_CHECKING:
     from flashgen.dispatch import Answer
     from flashgen.search import TuneResult
     from flashgen.table import Lookup
+
+
+def _torch_face() -> Any:
+    """The module for torch tensors; None without torch, which is optional."""
+    try:
+        from flashgen import torch_face
+    except ImportError as missing:
+        if (missing.name or "").split(".")[0] != "torch":
+            raise
+        return None
+    return torch_face
+
+
+torch_face: Any = _torch_face()
 
 
 def attention(

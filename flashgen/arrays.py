@@ -5,13 +5,14 @@ NumPy arrays are host memory: they are taken inside `flashgen.testing.emulated()
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from flashgen import arguments, dispatch
+from flashgen import arguments, dispatch, traffic
 from flashgen.dispatch import Dispatcher, Served
 from flashgen.errors import InvalidProblem
 from flashgen.gpu import cupy
+from flashgen.launch import VECTOR_BYTES
 from flashgen.model import Alignment, DType, Mask, MaskKind, Problem
 
 
@@ -26,6 +27,16 @@ class Arrays:
     like: Any
     dispatcher: Dispatcher
     stream: int
+
+    def mappable(self) -> Arrays:
+        """The same with copies of what no tensor map can describe: unaligned rows, repeated heads."""
+
+        def copied(array: Any) -> Any:
+            steps = [step for step, extent in zip(array.strides[:3], array.shape, strict=False) if extent > 1]
+            whole = _address(array) % VECTOR_BYTES == 0 and all(step > 0 and step % VECTOR_BYTES == 0 for step in steps)
+            return array if whole else array.copy(order="C")
+
+        return replace(self, q=copied(self.q), k=copied(self.k), v=copied(self.v))
 
     def problem(self, kind: str, alignment: str, left: int, right: int) -> Problem:
         """Raises InvalidProblem."""
@@ -45,11 +56,14 @@ def attention(
     problem = held.problem(kind, alignment, left, right)
     served = held.dispatcher.serve(problem, strict=strict, stream=held.stream)
     with _device_of(held.q):
+        if served.mapped:
+            held = held.mappable()
         o, lse = _outputs(held, problem)
         workspace = held.package.empty(served.workspace_bytes, dtype="uint8") if served.workspace_bytes else None
         launch = held.dispatcher.prepare(
             served, arguments.resolve_scale(scale, problem.head_dim), *(_strides(each) for each in (held.q, held.k, held.v, o))
         )
+        traffic.note(problem)
         launch(*(_address(each) for each in (held.q, held.k, held.v, o, lse, workspace)), held.stream)
     o, lse = (_as_like(each, held) for each in (o.swapaxes(1, 2) if layout == "bshd" else o, lse))
     return (o, lse) if return_lse else o

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
     from flashgen.bench import MeasuringState
     from flashgen.cubins import Compiled
     from flashgen.emulate import Policy
+    from flashgen.gpu import DeviceBuffer
 
 CERTIFY_SECONDS = 120.0
+_COUNTER_WORDS = 65536
 
 
 Strides = tuple[int, int, int]
@@ -108,6 +111,10 @@ class DeviceBackend:
         self._gpu = Gpu(index)
         self._executor = DeviceExecutor(self._gpu)
         self.limits: DeviceLimits = present_limits(self._gpu)
+        self._lock = threading.Lock()
+        self._words: DeviceBuffer | None = None
+        self._used = 0
+        self._given: dict[tuple[str, int], int] = {}
         _watch_forks()
 
     def check_process(self) -> None:
@@ -127,6 +134,10 @@ class DeviceBackend:
     def load(self, source: Source) -> Loaded:
         """Through the cubin store."""
         kernel = self._executor.load(source)
+        if source.counters and self._words is None:
+            self._words = self._gpu.allocate(4 * _COUNTER_WORDS)
+            self._gpu.fill(self._words, 0)
+            self._gpu.synchronize("Clearing counters")
         return Loaded(source, kernel, kernel.compiled.report.cubin_digest)
 
     def quick(self, space: Space, loaded: Loaded, problem: Problem) -> Certificate:
@@ -141,14 +152,39 @@ class DeviceBackend:
 
     def prepare(self, loaded: Loaded, problem: Problem, grids: Sequence[int], scale: float, strides: Sequence[Strides]) -> Launch:
         """Parameters are copied from a template at each call, so that calls of several threads do not meet."""
-        kernel, fill = loaded.handle, parameter_template(problem, scale, strides)
+        kernel, source, fill = loaded.handle, loaded.source, parameter_template(problem, scale, strides)
 
         def launch_once(q: int, k: int, v: int, o: int, lse: int, workspace: int, stream: int) -> None:
             if _forked:
                 self.check_process()
-            kernel.launch(grids, fill(q, k, v, o, lse, workspace), stream)
+            plain = fill(q, k, v, o, lse, workspace)
+            params = launch.source_params(source, plain, problem, self._counters(source, stream), self.name) if source.boxes else plain
+            kernel.launch(grids, params, stream)
 
         return launch_once
+
+    def _counters(self, source: Source, stream: int) -> int:
+        """Address of zeroed words that no concurrent launch uses: one set per kernel and stream, and a new one per captured launch.
+
+        A graph may be replayed beside other work, so its launches keep their words. Raises LaunchError when all words are given away.
+        """
+        if not source.counters:
+            return 0
+        with self._lock:
+            captured = self.capturing(stream)
+            known = None if captured else self._given.get((source.digest, stream))
+            if known is not None:
+                return known
+            if self._words is None or self._used + source.counters > _COUNTER_WORDS:
+                raise LaunchError(
+                    f"All {_COUNTER_WORDS} counter words of GPU {self._gpu.index} are given away to streams and captured launches. Capture "
+                    "fewer graphs in one process."
+                )
+            address = self._words.address + 4 * self._used
+            self._used += source.counters
+            if not captured:
+                self._given[source.digest, stream] = address
+            return address
 
 
 def quick_task(state: MeasuringState, source: Source, compiled: Compiled, problem: Problem) -> Certificate:
@@ -200,13 +236,13 @@ class EmulatedBackend:
         return launch_once
 
 
-def parameter_template(problem: Problem, scale: float, strides: Sequence[Strides]) -> Callable[..., ctypes.Structure]:
+def parameter_template(problem: Problem, scale: float, strides: Sequence[Strides]) -> Callable[..., launch.ForwardStruct]:
     """A function of the six addresses that gives the parameter block of one launch. Raises InvalidProblem for a bad scale."""
     q, k, v, o = (Operand(0, each) for each in strides)
     template = launch.forward_params(problem, scale, q, k, v, o, 0, 0)
     rows_aligned = bool(template.vector_access)
 
-    def fill(q: int, k: int, v: int, o: int, lse: int, workspace: int) -> ctypes.Structure:
+    def fill(q: int, k: int, v: int, o: int, lse: int, workspace: int) -> launch.ForwardStruct:
         params = launch.ForwardStruct.from_buffer_copy(template)
         params.q, params.k, params.v, params.o, params.lse, params.workspace = q, k, v, o, lse, workspace
         params.vector_access = int(rows_aligned and (q | k | v | o) % launch.VECTOR_BYTES == 0)

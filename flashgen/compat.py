@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
             f"query has {query.shape[-3]} heads and key {key.shape[-3]}; grouped heads must be asked for with enable_gqa=True."
         )
     if query.dim() == 4:
-        return attention(query, key, value, causal=is_causal, alignment="top_left", scale=scale)  # type: ignore[no-any-return]
+        return attention(query, key, value, causal=is_causal, alignment="top_left", scale=scale)
     lead = query.shape[:-3]
     if key.shape[:-3] != lead or value.shape[:-3] != lead:
         raise InvalidProblem(
@@ -52,7 +52,7 @@ def scaled_dot_product_attention(
             f"{tuple(value.shape[:-3])}."
         )
     folded = (each.reshape(-1, *each.shape[-3:]) for each in (query, key, value))
-    return attention(*folded, causal=is_causal, alignment="top_left", scale=scale).reshape(*query.shape[:-1], value.shape[-1])  # type: ignore[no-any-return]
+    return attention(*folded, causal=is_causal, alignment="top_left", scale=scale).reshape(*query.shape[:-1], value.shape[-1])
 
 
 def flash_attn_func(

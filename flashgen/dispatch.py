@@ -79,6 +79,11 @@ class Served:
     grids: tuple[int, ...]
     workspace_bytes: int
 
+    @property
+    def mapped(self) -> bool:
+        """Whether the kernel reads through tensor maps, so that operands must have aligned rows and no stride of 0."""
+        return bool(self.loaded.source.boxes)
+
 
 class Dispatcher:
     """The in-process map of one device. Safe for threads."""

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from flashgen import arguments, dispatch, recompute
+from flashgen import arguments, dispatch, recompute, traffic
 from flashgen.dispatch import Dispatcher, Served
 from flashgen.errors import InvalidProblem, UnsupportedProblem
+from flashgen.launch import VECTOR_BYTES
 from flashgen.model import Alignment, DType, Mask, MaskKind, Problem
 
 Tensor = torch.Tensor
@@ -67,8 +68,10 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str, alignm
 class Plan:
     """What one combination of shapes, strides and options needs at each call."""
 
+    problem: Problem
     launch: Callable[..., None]
     workspace_bytes: int
+    mapped: bool  # reads through tensor maps, which want aligned rows and no repeated ones
 
 
 def run(
@@ -85,13 +88,19 @@ def run(
     )  # fmt: skip
     plan: Plan | None = dispatcher.plans.get(key)
     if plan is None:
-        served = dispatcher.serve(_problem(q, k, v, kind, alignment, left, right), strict=strict, stream=stream)
+        problem = _problem(q, k, v, kind, alignment, left, right)
+        served = dispatcher.serve(problem, strict=strict, stream=stream)
     o, lse = outputs(q, k, v)
     if plan is None:
-        plan = Plan(dispatcher.prepare(served, scale, *(_strides(each) for each in (q, k, v, o))), served.workspace_bytes)
+        prepared = dispatcher.prepare(served, scale, *(_strides(each) for each in (q, k, v, o)))
+        plan = Plan(problem, prepared, served.workspace_bytes, served.mapped)
         dispatcher.keep(key, plan)
+    if plan.mapped and not (_mappable(q) and _mappable(k) and _mappable(v)):
+        q, k, v = (each if _mappable(each) else each.clone(memory_format=torch.contiguous_format) for each in (q, k, v))
+        return run(q, k, v, scale, kind, alignment, left, right, strict)
     # A workspace may be freed as soon as the launch is enqueued: its memory is reused in stream order only.
     workspace = q.new_empty(plan.workspace_bytes, dtype=torch.uint8) if plan.workspace_bytes else None
+    traffic.note(plan.problem)
     plan.launch(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), 0 if workspace is None else workspace.data_ptr(), stream
     )
@@ -142,6 +151,13 @@ def _refuse_transforms(*tensors: torch.Tensor) -> None:
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, copied when its columns do not lie side by side: the kernels read rows."""
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _mappable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor map can describe it: rows on 16-byte boundaries, no stride of 0."""
+    size = tensor.element_size()
+    strides = (stride * size for stride, extent in zip(tensor.stride()[:3], tensor.shape, strict=False) if extent > 1)
+    return tensor.data_ptr() % VECTOR_BYTES == 0 and all(stride > 0 and stride % VECTOR_BYTES == 0 for stride in strides)
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("measured", "tile_grid", "explorer", "explorer_page"),
     ("staleness", "table_tools", "standard", "t4", "traffic", "formula", "bundle_reader", "bundle"),
     ("table_image", "backends", "trust", "dispatch", "testing"),
-    ("arguments", "recompute", "torch_face", "arrays", "api", "compat", "integrations"),
+    ("arguments", "recompute", "torch_face", "arrays", "api", "sdpa_registry", "compat", "integrations"),
     ("doctor", "console", "cli", "__main__"),
 )  # fmt: skip
 OWNERS = {
@@ -37,7 +37,7 @@ OWNERS = {
     "jinja2": {"render"},
     "optuna": {"strategy"},
     "cupy": {"gpu", "compiler", "runtime", "device", "bench", "timing", "doctor"},
-    "torch": {"peers", "torch_face", "recompute", "compat"},
+    "torch": {"peers", "torch_face", "recompute", "compat", "sdpa_registry"},
     "transformers": {"integrations"},
     "pynvml": {"telemetry"},
     "click": {"cli"},

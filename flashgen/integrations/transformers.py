@@ -60,7 +60,9 @@ def attention_forward(
             f"attention_mask must be None for attn_implementation='{NAME}'; got {_shape(attention_mask)}. {_ADVICE}"
         )  # fmt: skip
     if dropout:
-        raise UnsupportedProblem(f"dropout must be 0 for attn_implementation='{NAME}'; got {dropout}. Set attention_dropout=0 or use eval().")
+        raise UnsupportedProblem(
+            f"dropout must be 0 for attn_implementation='{NAME}'; got {dropout}. Set attention_dropout=0 or use eval()."
+        )
     for name in _UNSUPPORTED:
         if options.get(name) is not None:
             raise UnsupportedProblem(f"{name} must be None: no kernel computes it; got {_shape(options[name])}. {_ADVICE}")
@@ -85,8 +87,8 @@ def attention_mask(
     kind = _kind(mask_function)
     if kind is None:
         raise UnsupportedProblem(
-            f"The model's mask is neither full, nor causal, nor a sliding window ({getattr(mask_function, '__qualname__', mask_function)}). "
-            + _ADVICE
+            f"The model's mask is neither full, nor causal, nor a sliding window ("
+            f"{getattr(mask_function, '__qualname__', mask_function)}). {_ADVICE}"
         )
     if kind == "causal" and not _ends_together(q_length, kv_length, q_offset, kv_offset):
         raise UnsupportedProblem(
