@@ -139,9 +139,9 @@ def _cubin(entry: TableEntry, source: Source, arch: str, *, pinned: bool) -> Com
 
 def _kernel(space: Space, source: Source, compiled: Compiled, certified: str) -> KernelRecord:
     params = set(_LAUNCHED.findall(source.text))
-    if params != {PARAMS} or len(source.entry_points) > MAX_LAUNCHES:
+    if len(params) != 1 or not params <= set(PARAMS) or len(source.entry_points) > MAX_LAUNCHES:
         raise UnsupportedProblem(
-            f"{source.variant} is launched with {', '.join(sorted(params))}; a bundle holds kernels launched with {PARAMS} only. "
+            f"{source.variant} is launched with {', '.join(sorted(params))}; a bundle holds kernels launched with {' or '.join(PARAMS)}. "
             "Leave the entry out of the bundle."
         )
     grids, workspace = formula.launch_formulas(space, source.klass, source.variant)
@@ -156,6 +156,7 @@ def _kernel(space: Space, source: Source, compiled: Compiled, certified: str) ->
         params={name: int(value) for name, value in source.variant.params},
         op=klass.op, dtype=klass.dtype, head_dim=klass.head_dim, head_dim_v=klass.head_dim_v, mask=klass.mask,
         deterministic=klass.deterministic, min_sm=source.min_sm, entry_points=points, workspace_bytes=workspace,
+        boxes=dict(source.boxes), counters=source.counters,
         registers=report.registers, static_shared_bytes=report.static_shared_bytes, nvrtc=report.nvrtc, options=list(report.options),
     )  # fmt: skip
 
@@ -192,10 +193,10 @@ def _c_kernel(kernel: KernelRecord, functions: dict[str, str]) -> str:
     )
     sha256 = kernel.cubin.removeprefix(f"{CUBINS}/").removesuffix(".cubin")
     sm = re.sub(r"\D", "", kernel.architecture)
-    return (
-        f'    {{"{kernel.cubin}", "{sha256}", {kernel.bytes}u, {sm}, {_DTYPE[kernel.dtype]}, {kernel.head_dim}, '
-        f"{kernel.head_dim_v}, {_MASK[kernel.mask]}, {functions[kernel.workspace_bytes]}, {len(kernel.entry_points)}, {{{points}}}}},"
-    )
+    boxes = ", ".join(str(kernel.boxes.get(name, 0)) for name in ("q", "k", "v", "o"))
+    klass = f"{_DTYPE[kernel.dtype]}, {kernel.head_dim}, {kernel.head_dim_v}, {_MASK[kernel.mask]}"
+    launched = f"{functions[kernel.workspace_bytes]}, {len(kernel.entry_points)}, {{{points}}}"
+    return f'    {{"{kernel.cubin}", "{sha256}", {kernel.bytes}u, {sm}, {klass}, {{{boxes}}}, {kernel.counters}, {launched}}},'
 
 
 def _c_tuned(number: int, entry: TableEntry) -> str:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 SCHEMA = "flashgen.bundle/1"
 MANIFEST, TABLE, LICENSE, HEADER, CUBINS = "manifest.json", "table.yaml", "LICENSE", "kernels.h", "cubins"
 CODE = ("flashgen.h", "example.c")
-PARAMS = "ForwardParams"
+PARAMS = ("ForwardParams", "MappedForwardParams")
 MAX_LAUNCHES = 4  # FG_MAX_LAUNCHES of flashgen.h
 MAX_MANIFEST_BYTES = 16 * 2**20
 MAX_FILES = 10_000
@@ -59,6 +59,7 @@ SIGNATURES = (".sig", ".asc", ".minisig", ".sigstore.json", ".pem")
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,99})?$")]
 EntryName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,59}$")]
+TensorName = Annotated[str, Meta(pattern=r"^[qkvo]$")]
 Formula = Annotated[str, Meta(max_length=1000)]
 
 
@@ -101,6 +102,8 @@ class KernelRecord(Record, frozen=True):
     min_sm: Positive
     entry_points: Annotated[list[EntryPointRecord], Meta(min_length=1, max_length=MAX_LAUNCHES)]
     workspace_bytes: Formula
+    boxes: Annotated[dict[TensorName, Positive], Meta(max_length=4)]
+    counters: Annotated[int, Meta(ge=0, le=1024)]
     registers: Count
     static_shared_bytes: Count
     nvrtc: Text
@@ -150,7 +153,8 @@ class BundledKernel:
         klass = ProblemClass(record.op, record.dtype, record.head_dim, record.head_dim_v, record.mask, record.deterministic)
         points = tuple(EntryPoint(each.name, each.threads, each.shared_bytes) for each in record.entry_points)
         variant = Variant.of(record.family, record.params)
-        return Source(record.family, klass, variant, "", record.source_digest, points, record.min_sm)
+        boxes = tuple(record.boxes.items())
+        return Source(record.family, klass, variant, "", record.source_digest, points, record.min_sm, boxes, record.counters)
 
     @cached_property
     def compiled(self) -> Compiled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import io
 import json
@@ -455,6 +456,53 @@ def test_the_digest_in_c_is_sha256(made: Path, tmp_path: Path, size: int) -> Non
     data = bytes(random.Random(size).randbytes(size))
     found = subprocess.run([str(tmp_path / "digest")], input=data, capture_output=True, check=True).stdout.decode().strip()
     assert found == hashlib.sha256(data).hexdigest()
+
+
+MAPS = """
+#include "flashgen.h"
+int main(void) {
+  fg_problem p = {DTYPE, DIM, DIM_V, 0, BATCH, HEADS_Q, HEADS_KV, ROWS_Q, ROWS_KV, -1, -1, 0, 1.0};
+  fg_forward_params params = {.q = 1024, .k = 2048, .v = 4096, .o = 8192};
+  CUtensorMap map;
+  params.q_strides = fg_contiguous(p.heads_q, p.seqlen_q, p.head_dim);
+  params.k_strides = fg_contiguous(p.heads_kv, p.seqlen_kv, p.head_dim);
+  params.v_strides = fg_contiguous(p.heads_kv, p.seqlen_kv, p.head_dim_v);
+  params.o_strides = fg_contiguous(p.heads_q, p.seqlen_q, p.head_dim_v);
+  for (int i = 0; i < 4; ++i)
+    if (fg_map(&p, &params, i, 64 + i, &map)) return 1;
+  printf("%zu %zu\\n", sizeof params, sizeof(fg_mapped_params));
+  return 0;
+}
+"""
+
+
+def flat(argument: Any) -> list[int]:
+    if isinstance(argument, ctypes.Array):
+        return list(argument)
+    return [argument.value]
+
+
+@needs_gcc
+@pytest.mark.parametrize(("batch", "rows_q", "rows_kv"), [(3, 100, 200), (1, 1, 77)])
+def test_tensor_maps_in_c_are_those_of_python(made: Path, tmp_path: Path, batch: int, rows_q: int, rows_kv: int) -> None:
+    asked = Problem(DType.BFLOAT16, 128, 64, batch, 6, 2, rows_q, rows_kv)
+    build_example(made, STUB, tmp_path / "example")
+    (tmp_path / "maps.c").write_text(MAPS)
+    values = {"DTYPE": 2, "DIM": 128, "DIM_V": 64, "BATCH": batch, "HEADS_Q": 6, "HEADS_KV": 2, "ROWS_Q": rows_q, "ROWS_KV": rows_kv}
+    flags = ["-std=c99", "-w", f"-I{made}", f"-I{STUB}", *(f"-D{name}={value}" for name, value in values.items())]
+    link = ["-o", str(tmp_path / "maps"), f"-L{tmp_path}", "-lcuda", "-lm"]
+    subprocess.run(["gcc", *flags, str(tmp_path / "maps.c"), *link], check=True)
+    *lines, sizes = run_example(tmp_path / "maps").stdout.splitlines()
+    assert sizes.split() == [str(ctypes.sizeof(launch.ForwardStruct)), str(ctypes.sizeof(launch.MappedForwardStruct))]
+    heads = {"q": (6, rows_q, 128), "k": (2, rows_kv, 128), "v": (2, rows_kv, 64), "o": (6, rows_q, 64)}
+    operands = [
+        launch.Operand(address, (count * rows * columns, rows * columns, columns))
+        for address, (count, rows, columns) in zip((1024, 2048, 4096, 8192), heads.values(), strict=True)
+    ]
+    plain = launch.forward_params(asked, 1.0, *operands, 512, 0)  # type: ignore[arg-type]
+    for number, (name, line) in enumerate(zip(heads, lines, strict=True)):
+        _, *arguments = launch.map_of(name, 64 + number, plain, asked).driver_arguments(1)
+        assert list(map(int, line.split())) == [value for argument in arguments for value in flat(argument)]
 
 
 # The command ----------------------------------------------------------------------------------------------------------

@@ -412,7 +412,7 @@ def _read_until(path: Path, stop: Any, faults: Any, reads: Any) -> None:
                 return
 
 
-@pytest.mark.parametrize(("writers", "readers", "each", "rounds"), [(3, 1, 4, 1), pytest.param(8, 4, 12, 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("writers", "readers", "each", "rounds"), [(3, 1, 4, 1), pytest.param(8, 8, 12, 20, marks=pytest.mark.slow)])
 def test_concurrent_writers_lose_nothing_and_a_killed_one_blocks_nobody(
     tmp_path: Path, writers: int, readers: int, each: int, rounds: int
 ) -> None:

@@ -168,7 +168,7 @@ static double run(const fg_tuned* tuned, int whole, const char* folder, CUdevice
   }
   cuMemFree(lse_on_device);
   if (workspace) cuMemFree(workspace);
-  cuModuleUnload(loaded.module);
+  fg_unload(&loaded);
   free(lse);
   return worst;
 }

@@ -1,7 +1,7 @@
 /* Launches the kernels of a flashgen bundle through the CUDA driver API alone: no Python, no NVRTC, no CUDA runtime.
  *
- * kernels.h, beside this file, lists what the bundle holds. C99; link with -lcuda -lm. Every function returns a CUresult, 0 for success;
- * FG_DAMAGED means that a cubin is not the one that was bundled, and nothing of it was loaded.
+ * kernels.h, beside this file, lists what the bundle holds. C99, cuda.h of CUDA 12 or later; link with -lcuda -lm. Every function returns a
+ * CUresult, 0 for success; FG_DAMAGED means that a cubin is not the one that was bundled, and nothing of it was loaded.
  */
 #ifndef FLASHGEN_H
 #define FLASHGEN_H
@@ -38,13 +38,21 @@ typedef struct {
   int32_t vector_access;
 } fg_forward_params;
 
+/* The same for kernels that copy through tensor maps: fg::MappedForwardParams. */
+typedef struct {
+  CUtensorMap maps[4]; /* q, k, v, o */
+  fg_forward_params problem;
+  uint64_t counters;
+  unsigned char padding[64];
+} fg_mapped_params;
+
 /* One attention computation. Windows: keys to the left and right of the diagonal, -1 for no bound. */
 typedef struct {
   int dtype, head_dim, head_dim_v, mask;
   int batch, heads_q, heads_kv, seqlen_q, seqlen_kv;
   int window_left, window_right;
   int top_left; /* 0: the diagonal ends in the bottom right corner; 1: it begins in the top left one */
-  double scale;      /* of the scores, 1 / sqrt(head_dim) as a rule */
+  double scale; /* of the scores, 1 / sqrt(head_dim) as a rule */
 } fg_problem;
 
 /* What formulas of grids and workspaces read. */
@@ -66,6 +74,8 @@ typedef struct {
   size_t bytes;
   int sm;
   int dtype, head_dim, head_dim_v, mask;
+  int box_rows[4]; /* rows that one copy of q, k, v, o moves; 0 where no tensor map is used */
+  int counters;    /* words of device memory that a run finds zero and leaves zero */
   fg_formula workspace_bytes;
   int launches;
   fg_entry_point launch[FG_MAX_LAUNCHES];
@@ -81,6 +91,7 @@ typedef struct {
   const fg_kernel* kernel;
   CUmodule module;
   CUfunction function[FG_MAX_LAUNCHES];
+  CUdeviceptr counters; /* one set: use a loaded kernel on one stream at a time */
   int sm_count;
 } fg_loaded;
 
@@ -194,8 +205,16 @@ static inline CUresult fg_load(const fg_kernel* kernel, const char* folder, CUde
       status = cuFuncSetAttribute(out->function[i], CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, (int)kernel->launch[i].shared_bytes);
   }
   if (!status) status = cuDeviceGetAttribute(&out->sm_count, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
+  if (!status && kernel->counters) status = cuMemAlloc(&out->counters, 4 * (size_t)kernel->counters);
+  if (!status && kernel->counters) status = cuMemsetD8(out->counters, 0, 4 * (size_t)kernel->counters);
   out->kernel = kernel;
   return status;
+}
+
+static inline void fg_unload(fg_loaded* loaded) {
+  if (loaded->counters) cuMemFree(loaded->counters);
+  if (loaded->module) cuModuleUnload(loaded->module);
+  memset(loaded, 0, sizeof *loaded);
 }
 
 /* Device memory that one run needs besides its tensors. */
@@ -232,11 +251,45 @@ static inline void fg_complete(const fg_problem* p, fg_forward_params* params) {
                           fg_aligned(params->v, &params->v_strides, bytes) && fg_aligned(params->o, &params->o_strides, bytes);
 }
 
+/* The tensor map of q, k, v or o (0 to 3): columns, rows, heads, batch; boxes of 64 columns of `rows` rows, 128-byte swizzle. */
+static inline CUresult fg_map(const fg_problem* p, const fg_forward_params* params, int tensor, int rows, CUtensorMap* out) {
+  const fg_strides* s = tensor == 0   ? &params->q_strides
+                        : tensor == 1 ? &params->k_strides
+                        : tensor == 2 ? &params->v_strides
+                                      : &params->o_strides;
+  uint64_t address = tensor == 0 ? params->q : tensor == 1 ? params->k : tensor == 2 ? params->v : params->o;
+  int queries = tensor == 0 || tensor == 3, heads = queries ? p->heads_q : p->heads_kv, length = queries ? p->seqlen_q : p->seqlen_kv;
+  uint64_t bytes = p->dtype == FG_FLOAT32 ? 4 : 2;
+  CUtensorMapDataType type = p->dtype == FG_FLOAT32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                             : p->dtype == FG_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                      : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  cuuint64_t dims[5] = {(cuuint64_t)(tensor < 2 ? p->head_dim : p->head_dim_v), (cuuint64_t)fg_max(1, length), (cuuint64_t)heads,
+                        (cuuint64_t)fg_max(1, p->batch), 1};
+  cuuint64_t strides[4] = {length > 1 ? (cuuint64_t)s->row * bytes : 16, heads > 1 ? (cuuint64_t)s->head * bytes : 16,
+                           p->batch > 1 ? (cuuint64_t)s->batch * bytes : 16, 16};
+  cuuint32_t box[5] = {64, (cuuint32_t)rows, 1, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
+  return cuTensorMapEncodeTiled(out, type, 5, (void*)(uintptr_t)(address ? address : 16), dims, strides, box, steps,
+                                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
 /* Enqueue one run on a stream; returns at once. `params` has addresses and strides; the rest is filled in here. */
 static inline CUresult fg_run(const fg_loaded* loaded, const fg_problem* p, fg_forward_params* params, CUstream stream) {
   fg_shape s = fg_shape_of(p, loaded->sm_count);
   void* arguments[1] = {params};
+  fg_mapped_params mapped;
   fg_complete(p, params);
+  for (int i = 0; i < 4; ++i) {
+    if (!loaded->kernel->box_rows[i]) continue;
+    if (arguments[0] != &mapped) {
+      memset(&mapped, 0, sizeof mapped);
+      mapped.problem = *params;
+      mapped.counters = loaded->counters;
+      arguments[0] = &mapped;
+    }
+    CUresult status = fg_map(p, params, i, loaded->kernel->box_rows[i], &mapped.maps[i]);
+    if (status) return status;
+  }
   for (int i = 0; i < loaded->kernel->launches; ++i) {
     const fg_entry_point* launch = &loaded->kernel->launch[i];
     int64_t grid = launch->grid(&s);

@@ -94,6 +94,21 @@ CUresult cuMemAlloc(CUdeviceptr* address, size_t bytes) {
   return *address = (CUdeviceptr)(uintptr_t)aligned_alloc(512, (bytes + 511) / 512 * 512), CUDA_SUCCESS;
 }
 CUresult cuMemFree(CUdeviceptr address) { return free((void*)(uintptr_t)address), CUDA_SUCCESS; }
+CUresult cuMemsetD8(CUdeviceptr address, unsigned char value, size_t count) {
+  return memset((void*)(uintptr_t)address, value, count), CUDA_SUCCESS;
+}
+CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address, const cuuint64_t* dims,
+                                const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps, CUtensorMapInterleave interleave,
+                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  memset(map, 0, sizeof *map);
+  printf("%d %u %llu ", (int)type, rank, (unsigned long long)(uintptr_t)address);
+  for (unsigned i = 0; i < rank; ++i) printf("%llu ", (unsigned long long)dims[i]);
+  for (unsigned i = 0; i + 1 < rank; ++i) printf("%llu ", (unsigned long long)strides[i]);
+  for (unsigned i = 0; i < rank; ++i) printf("%u ", box[i]);
+  for (unsigned i = 0; i < rank; ++i) printf("%u ", steps[i]);
+  printf("%d %d %d %d\n", (int)interleave, (int)swizzle, (int)promotion, (int)fill);
+  return CUDA_SUCCESS;
+}
 CUresult cuMemcpyHtoD(CUdeviceptr to, const void* from, size_t bytes) { return memcpy((void*)(uintptr_t)to, from, bytes), CUDA_SUCCESS; }
 CUresult cuMemcpyDtoH(void* to, CUdeviceptr from, size_t bytes) { return memcpy(to, (void*)(uintptr_t)from, bytes), CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult error, const char** words) { return (void)error, *words = "an error of the stub", CUDA_SUCCESS; }
