@@ -245,3 +245,20 @@ def test_shipped_tables_are_sound_and_named_after_their_devices() -> None:
             predicted = each.measurement.source == "predicted"
             assert (each.certificate.executor is ExecutorName.EMULATED) == predicted
             assert limits.name != "NVIDIA H200" or not predicted
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.emulated
+def test_a_predicted_entry_is_refreshed_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shipping import stale
+
+    from flashgen import device
+
+    monkeypatch.setattr(device, "is_present", lambda: False)
+    path = table_of(tmp_path / "a.yaml", stale(entry(problem(256, head_dim=16), kind="predicted"))).path
+    assert cli.run(["table", "check", str(path)]) == 1
+    assert cli.run(["table", "refresh", str(path)]) == 0
+    assert cli.run(["table", "check", "--compile", str(path)]) == 0
+    (fresh,) = table.read(path, strict=True).entries
+    assert fresh.measurement.source == "predicted" and fresh.certificate.executor is ExecutorName.EMULATED

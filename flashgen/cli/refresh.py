@@ -31,7 +31,8 @@ def refresh_table(name: str, everything: bool, part: str | None, executor: str, 
     wanted = wanted if part is None else _part(wanted, part)
     on_gpu = executor != ExecutorName.EMULATED and device.is_present() and table.same_device(of.device, device_record(device.present()))
     runs = [each for each in wanted if on_gpu or each.measurement.source == "predicted"]
-    failed = {str(each.problem): "needs the table's GPU" for each in wanted if each not in runs and not everything}
+    stale = [each.entry for each in assessed if each.state.fails]
+    failed = {str(each.problem): "needs the table's GPU" for each in wanted if each in stale and each not in runs}
     done = 0
     who = ExecutorName.DEVICE if on_gpu else ExecutorName.EMULATED
     for entry, outcome in standard.refresh(of, runs, device.present() if on_gpu else limits, who, seed=seed):
