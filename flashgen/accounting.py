@@ -78,7 +78,7 @@ def account(bound: BoundSpace, variant: Variant) -> Account:
     if bound.space.definition.cost.get("materialised", 0):
         return _materialised(bound.problem, bound.names(variant)["tile"])
     at = bound.names(variant)
-    return _tiled(bound.problem, at["block_q"], at["block_kv"])
+    return _tiled(bound.problem, at.get("block_q", 64), at.get("block_kv", 64))  # the defaults of the cost model
 
 
 def _tiled(problem: Problem, block_q: int, block_kv: int) -> Account:

@@ -1,4 +1,7 @@
-"""A headless Chromium for tests, driven through chromedriver's HTTP interface; nothing but the standard library."""
+"""A headless Chromium for tests, driven through chromedriver's HTTP interface; nothing but the standard library.
+
+`python tests/browser.py report.html picture.png [WIDTH HEIGHT]` takes a picture of the top of a page, for the docs.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -110,3 +114,14 @@ class Browser:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as problem:
             raise RuntimeError(f"{method} {path}: {problem.read().decode(errors='replace')[:2000]}") from None
+
+
+def main(page: str, picture: str, width: str = "1280", height: str = "1130") -> None:
+    """A picture of the top of a page."""
+    with Browser(int(width), int(height)) as browser:
+        browser.open(Path(page))
+        browser.picture(Path(picture), whole=False)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -99,3 +99,15 @@ def test_the_crossover_separates_tiles_that_save_traffic_from_those_that_do_not(
 
 def test_the_rule_of_the_paper_counts_shared_memory_in_elements() -> None:
     assert accounting.paper_block_kv(problem(head_dim=128, head_dim_v=128), 227 * 1024) == 227
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+def test_one_matrix_of_512_squared_in_fp16_is_counted_as_half_a_mib_per_pass() -> None:
+    """The claim of 128 MiB at 8192 in small: 512 is 16 times shorter, so its matrix is 256 times smaller."""
+    asked = problem(512, heads_q=1, heads_kv=1, head_dim=16, head_dim_v=16)
+    at = bound("standard_forward", asked)
+    account = accounting.account(at, at.variant(TILES["standard_forward"]))
+    others = sum(each.bytes for each in account.passes if not each.is_matrix)
+    assert sum(counted("standard_forward", asked)) - others == 6 * 512 * 512 * 2  # written twice, read 3 + 1 times (one column tile)
+    assert accounting.matrix_bytes(asked) * 256 == 128 * 2**20

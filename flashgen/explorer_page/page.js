@@ -278,8 +278,9 @@ function drawRoofline() {
     <circle cx="${sx(standard)}" cy="${sy(standard * band)}" r="5" fill="none" stroke="var(--p4)" stroke-width="2.5"/>
     <text x="${sx(standard) + 10}" y="${sy(standard * band) + 22}">textbook${narrow ? " ≤" : ": at most"} ${digits(standard * band)}${narrow ? "" : " TFLOP/s"}</text>`;
   const b = cells.best, best = b ? points.find((p) => p.c === b) : null;
-  const left = best && sx(best.x) > w - 300;
-  const tag = best ? `<text x="${sx(best.x) + (left ? -12 : 12)}" y="${sy(best.y) + 5}" text-anchor="${left ? "end" : "start"}" class="strong">${b.tile[0]} × ${b.tile[1]}: ${digits(best.y)}${narrow ? "" : " TFLOP/s predicted"}</text>` : "";
+  const left = best && sx(best.x) > w - 300, tagX = best && (narrow ? w - 20 : sx(best.x) + (left ? -12 : 12)), tagY = best && sy(best.y) + (narrow ? -14 : 5);
+  const shown = b ? `${b.tile[0]} × ${b.tile[1]}: ${digits(best.y)}${narrow ? "" : " TFLOP/s predicted"}` : "";
+  const tag = best ? `<text x="${tagX}" y="${tagY}" text-anchor="${left || narrow ? "end" : "start"}" class="strong">${shown}</text>` : "";
   const label = `Roofline at length ${D.lengths[state.step]}: textbook attention at ${digits(standard)} operations per byte, bounded by ${digits(standard * band)} TFLOP/s; fastest tile ${best ? `${digits(best.x)} operations per byte, ${digits(best.y)} TFLOP/s predicted` : "none"}`;
   $("roofline").innerHTML = `<figcaption>TFLOP/s (predicted) against operations per byte of DRAM traffic, every tile that fits</figcaption>` +
     svg(w, h, label, `${grid}${roof}${mark}${dots}${tag}<text x="${w - 20}" y="${h - 4}" text-anchor="end">operations per DRAM byte</text>`);
@@ -308,7 +309,7 @@ function drawScatter() {
   const grid = steps.map((v) => `<line class="axis" x1="70" x2="${w - 20}" y1="${sy(v)}" y2="${sy(v)}"/><text x="62" y="${sy(v) + 4}" text-anchor="end">${short(v)}</text><text x="${sx(v)}" y="${h - 22}" text-anchor="middle">${short(v)}</text>`).join("");
   const dots = all.map((p) => `<circle cx="${sx(p[1])}" cy="${sy(p[0])}" r="4.5" fill="${p[2].startsWith("simt") ? "var(--p1)" : "var(--accent)"}" fill-opacity=".75"><title>${escape(p[2])}, length ${p[3]}: ${time(p[0])} predicted, ${time(p[1])} measured</title></circle>`).join("");
   const rho = spearman(all);
-  $("scatter").innerHTML = `<figure style="max-width:720px"><figcaption>${all.length} variants, measured on ${escape(D.device.name)}: rank correlation (Spearman) ${digits(rho)}. On the line, prediction and measurement agree.</figcaption>` +
+  $("scatter").innerHTML = `<figure style="max-width:720px"><figcaption>${all.length} variants, measured on ${escape(D.device.name)}: rank correlation ${digits(rho)} (Spearman; known registers and spills count). On the line, prediction and measurement agree.</figcaption>` +
     svg(w, h, `${all.length} points of predicted against measured time, rank correlation ${digits(rho)}`,
       `${grid}<line x1="${sx(low)}" y1="${sy(low)}" x2="${sx(high)}" y2="${sy(high)}" stroke="var(--soft)" stroke-dasharray="5 4"/>${dots}<text x="${w - 20}" y="${h - 2}" text-anchor="end">measured µs</text><text x="70" y="10">predicted µs</text>`) + "</figure>";
 }
