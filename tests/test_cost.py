@@ -220,13 +220,14 @@ def test_a_partly_filled_last_wave_costs_a_whole_one() -> None:
         return cost.roofline_us(at, point(at), REPORT)
 
     assert us(100) == pytest.approx(us(132), rel=0.05)  # one CTA per SM at most
-    assert us(133) > 1.1 * us(132)
+    assert us(132) < us(133) < 1.1 * us(132)  # a second resident CTA hides in the waits of the first
+    assert us(4 * 132 + 1) > 1.1 * us(4 * 132)  # four are resident
 
 
 def test_spills_and_fewer_resident_ctas_make_it_slower() -> None:
     at = bound(problem(64))
     clean = cost.roofline_us(at, point(at), REPORT)
-    assert cost.roofline_us(at, point(at), replace(REPORT, spill_bytes=64)) > 1.2 * clean
+    assert cost.roofline_us(at, point(at), replace(REPORT, spill_bytes=256)) > 1.2 * clean
     assert cost.roofline_us(at, point(at), replace(REPORT, registers=255)) > clean
 
 

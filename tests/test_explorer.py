@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import flashgen
-from flashgen import cli, cost, device, explorer, limits, measured, shapes, tile_grid
+from flashgen import accounting, cli, cost, device, explorer, limits, measured, shapes, tile_grid
 from flashgen.errors import EmptySpace, InvalidProblem, MissingDependency, StudyMismatch, UnknownDevice, UnsupportedProblem
 from flashgen.explorer import Exploration
 from flashgen.model import DType, Mask, MaskKind, Problem, Variant
@@ -242,11 +242,13 @@ def test_shared_memory_is_the_compiled_kernels_static_plus_dynamic_and_stored_ke
 
 
 def test_masks_reach_the_accounting() -> None:
-    full, causal = (explorer.explore(problem(64, 2048, mask), H200, families=["simt_forward"], lengths=[2048], compare=False).here()
-                    for mask in (Mask(), Mask.causal()))  # fmt: skip
-    assert causal.tiled.read_bytes < full.tiled.read_bytes
-    assert causal.standard.total_bytes == full.standard.total_bytes  # the textbook kernels skip nothing
-    assert causal.problem.mask.kind is MaskKind.CAUSAL
+    found = explorer.explore(problem(64, 2048, Mask.causal()), H200, families=["simt_forward"], lengths=[2048], compare=False).here()
+    full = replace(found.problem, mask=Mask())
+    at, standard = (load_space(family).bind(full, H200) for family in ("simt_forward", "standard_forward"))
+    assert found.problem.mask.kind is MaskKind.CAUSAL
+    assert found.tiled.read_bytes < accounting.account(at, found.variant).read_bytes
+    # The textbook kernels skip nothing.
+    assert found.standard.total_bytes == accounting.account(standard, standard.fallback()).total_bytes
 
 
 def test_variants_print_in_rows(found: Exploration) -> None:

@@ -278,7 +278,7 @@ function drawRoofline() {
     <circle cx="${sx(standard)}" cy="${sy(standard * band)}" r="5" fill="none" stroke="var(--p4)" stroke-width="2.5"/>
     <text x="${sx(standard) + 10}" y="${sy(standard * band) + 22}">textbook${narrow ? " ≤" : ": at most"} ${digits(standard * band)}${narrow ? "" : " TFLOP/s"}</text>`;
   const b = cells.best, best = b ? points.find((p) => p.c === b) : null;
-  const left = best && sx(best.x) > w - 300, tagX = best && (narrow ? w - 20 : sx(best.x) + (left ? -12 : 12)), tagY = best && sy(best.y) + (narrow ? -14 : 5);
+  const left = best && sx(best.x) > w - 300, tagX = best && (narrow ? w - 20 : sx(best.x) + (left ? -12 : 12)), tagY = best && sy(best.y) - 13;
   const shown = b ? `${b.tile[0]} × ${b.tile[1]}: ${digits(best.y)}${narrow ? "" : " TFLOP/s predicted"}` : "";
   const tag = best ? `<text x="${tagX}" y="${tagY}" text-anchor="${left || narrow ? "end" : "start"}" class="strong">${shown}</text>` : "";
   const label = `Roofline at length ${D.lengths[state.step]}: textbook attention at ${digits(standard)} operations per byte, bounded by ${digits(standard * band)} TFLOP/s; fastest tile ${best ? `${digits(best.x)} operations per byte, ${digits(best.y)} TFLOP/s predicted` : "none"}`;

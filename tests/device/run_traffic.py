@@ -1,6 +1,6 @@
 """Runs one family on one problem a few times; started under Nsight Compute by test_traffic_on_device.py.
 
-    python run_traffic.py FAMILY BATCH HEADS SEQLEN HEAD_DIM MASK
+python run_traffic.py FAMILY BATCH HEADS SEQLEN HEAD_DIM MASK
 """
 
 from __future__ import annotations

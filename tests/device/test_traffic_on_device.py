@@ -19,7 +19,14 @@ from flashgen.space import load_space
 pytestmark = [pytest.mark.device, pytest.mark.slow]
 COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 ENTRIES = {"ampere_forward": ("forward",), "standard_forward": ("scores", "softmax", "product")}
-PROBLEMS = ("1 1 8192 128 full", "4 16 4096 128 full", "2 16 8192 64 full", "2 16 8192 128 causal", "1 32 8192 64 causal", "1 8 16384 128 full")
+PROBLEMS = (
+    "1 1 8192 128 full",
+    "4 16 4096 128 full",
+    "2 16 8192 64 full",
+    "2 16 8192 128 causal",
+    "1 32 8192 64 causal",
+    "1 8 16384 128 full",
+)
 WITHIN = 0.10
 
 
