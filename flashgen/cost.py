@@ -195,7 +195,7 @@ def _pipes(bound: BoundSpace, at: dict[str, int]) -> dict[str, float]:
 
 def _alone(pipes: dict[str, float], warps: int, at: dict[str, int]) -> float:
     """Clocks that one warp needs for its part of a tile with nothing to overlap it: phases one after the other, waits, late copies."""
-    phases = sum(pipes.values()) * (ISSUERS / warps) ** WARP_OVERLAP
+    phases: float = sum(pipes.values()) * (ISSUERS / warps) ** WARP_OVERLAP
     stages = at.get("num_stages", 1)
     exposed = max(0.0, COPY_LATENCY_CLOCKS - phases * (stages - 0.5))
     return phases + exposed + TILE_CLOCKS
