@@ -25,8 +25,8 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`: query (…, heads, L, E), key (…, heads, S, E), value (…, heads, S, Ev).
 
-    is_causal aligns top left, as there: row i sees keys 0 to i. Fewer key heads than query heads need enable_gqa. attn_mask and dropout are
-    refused with UnsupportedProblem; shapes that do not fit raise InvalidProblem.
+    is_causal aligns top left, as there: row i sees keys 0 to i. Autocast applies. Fewer key heads than query heads need enable_gqa.
+    attn_mask and dropout are refused with UnsupportedProblem; shapes that do not fit raise InvalidProblem.
     """
     if attn_mask is not None:
         raise UnsupportedProblem(
@@ -43,6 +43,7 @@ def scaled_dot_product_attention(
         raise InvalidProblem(
             f"query has {query.shape[-3]} heads and key {key.shape[-3]}; grouped heads must be asked for with enable_gqa=True."
         )
+    query, key, value = _autocast(query, key, value)
     if query.dim() == 4:
         return attention(query, key, value, causal=is_causal, alignment="top_left", scale=scale)
     lead = query.shape[:-3]
@@ -99,6 +100,15 @@ def register_sdpa_implementation() -> None:
     from flashgen import sdpa_registry
 
     registry.register_flash_attention_impl("flashgen", register_fn=sdpa_registry.activate)
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """In the type of the autocast region around, as torch's own function has it."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(each.to(dtype) if each.is_floating_point() and each.dtype != torch.float64 else each for each in tensors)
 
 
 def _refuse(name: str, value: Any, neutral: Any) -> None:

@@ -11,15 +11,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from flashgen import cost, paths, search, table, table_image, trust
+from flashgen import paths, search, table, table_image, trust
 from flashgen.backends import Backend, DeviceBackend, EmulatedBackend, Loaded, Strides
 from flashgen.errors import (
-    EmptySpace,
     FlashgenError,
     LaunchError,
     MissingDependency,
@@ -27,11 +26,12 @@ from flashgen.errors import (
     UntunedProblem,
     UntunedProblemWarning,
 )
-from flashgen.model import DeviceLimits, ExecutorName, MaskKind, Problem, ProblemClass, Source, TableEntry, Variant
+from flashgen.model import DeviceLimits, ExecutorName, Problem, ProblemClass, Source, TableEntry, Variant
 from flashgen.render import render
 from flashgen.runtime import check_grids
-from flashgen.space import BoundSpace, load_space, load_spaces
+from flashgen.space import BoundSpace, load_space
 from flashgen.table import Table, shape_bucket
+from flashgen.untuned import fallbacks, tune_command
 
 KEPT_PROBLEMS = 8192
 """Problems in the in-process map; a program that asks for more different shapes looks them up again."""
@@ -94,6 +94,7 @@ class Dispatcher:
         self._directories = directories
         self._tables: tuple[Table, ...] | None = None
         self._by_class: dict[ProblemClass, tuple[Table, ...]] = {}
+        self._keys: dict[ProblemClass, set[object]] = {}
         self._served: dict[Problem, Served] = {}
         self._sources: dict[tuple[ProblemClass, Variant], Source] = {}
         self._loaded: dict[str, Loaded] = {}
@@ -133,6 +134,7 @@ class Dispatcher:
         with self._lock:
             self._tables = None
             self._by_class.clear()
+            self._keys.clear()
             self._served.clear()
             self.plans.clear()
             self._aside.clear()
@@ -140,13 +142,37 @@ class Dispatcher:
     def _first(self, problem: Problem, stream: int) -> Served:
         self.backend.check_process()
         capturing = self.backend.capturing(stream)
+        served = self._as_its_bucket(problem, capturing) or self._resolved(problem, capturing)
+        self._keep(problem, served)
+        self._tell(served.answer)
+        return served
+
+    def _resolved(self, problem: Problem, capturing: bool) -> Served:
         steps: list[str] = []
-        served = self._from_tables(problem, capturing, steps) or self._from_fallbacks(problem, capturing, steps)
+        return self._from_tables(problem, capturing, steps) or self._from_fallbacks(problem, capturing, steps)
+
+    def _as_its_bucket(self, problem: Problem, capturing: bool) -> Served | None:
+        """What serves the middle of the problem's bucket, where that can compute the problem too; None for a problem tuned as it is.
+
+        A look-up takes milliseconds, and a model that generates text asks for another length with every token.
+        """
+        middle = bucket_middle(problem)
+        if middle == problem or table.full_key(problem) in self._tuned(problem.klass()):
+            return None
+        model = self._served.get(middle)
+        if model is None:
+            model = self._resolved(middle, capturing)
+            self._keep(middle, model)
+        bound = load_space(model.answer.variant.family).bind(problem, self.backend.limits)
+        if bound.explain(model.answer.variant):
+            return None
+        steps = (f"chosen as for {middle}, the middle of its bucket", *model.answer.steps)
+        return self._ready(bound, model.loaded, replace(model.answer, problem=problem, steps=steps))
+
+    def _keep(self, problem: Problem, served: Served) -> None:
         if len(self._served) >= KEPT_PROBLEMS:
             self._served.clear()
         self._served[problem] = served
-        self._tell(served.answer)
-        return served
 
     def _from_tables(self, problem: Problem, capturing: bool, steps: list[str]) -> Served | None:
         """The best entry that can be trusted; entries that fail are set aside, so each turn of the loop drops one."""
@@ -222,6 +248,12 @@ class Dispatcher:
             )
         return self._by_class[klass]
 
+    def _tuned(self, klass: ProblemClass) -> set[object]:
+        """Full keys of all entries of a class."""
+        if klass not in self._keys:
+            self._keys[klass] = {table.full_key(entry.problem) for each in self._tables_of(klass) for entry in each.entries}
+        return self._keys[klass]
+
     def _refusing(self, refuse: Callable[[TableEntry], str | None]) -> Callable[[TableEntry], str | None]:
         return lambda entry: self._aside.get(_identity(entry)) or refuse(entry)
 
@@ -261,42 +293,14 @@ def _levels_to_the_caller() -> int:
     return level
 
 
-def fallbacks(problem: Problem, device: DeviceLimits) -> list[tuple[BoundSpace, Variant]]:
-    """Fallback variants that fit, by predicted time. Raises UnsupportedProblem with the reason of every family."""
-    found, reasons = [], []
-    for space in load_spaces(problem.op):
-        reason = space.unsupported(problem, device)
-        if reason is None:
-            try:
-                bound = space.bind(problem, device)
-                found.append((bound, bound.fallback()))
-                continue
-            except EmptySpace as problem_of_space:
-                reason = str(problem_of_space)
-        reasons.append(f"  {space.family}: {reason}")
-    if not found:
-        raise UnsupportedProblem(f"No kernel family fits {problem} on {device.name} (sm_{device.sm}):\n" + "\n".join(reasons))
-    return sorted(found, key=lambda pair: (cost.roofline_us(*pair), pair[1].family))
-
-
-def tune_command(problem: Problem) -> str:
-    """The command that tunes a problem."""
-    words = [f"flashgen tune --head-dim {problem.head_dim}"]
-    if problem.head_dim_v != problem.head_dim:
-        words.append(f"--head-dim-v {problem.head_dim_v}")
-    words.append(f"--dtype {problem.dtype}")
-    if problem.seqlen_q == problem.seqlen_kv:
-        words.append(f"--seqlen {max(1, problem.seqlen_q)}")
-    else:
-        words.append(f"--seqlen-q {max(1, problem.seqlen_q)} --seqlen-kv {max(1, problem.seqlen_kv)}")
-    words.append(f"--batch {max(1, problem.batch)} --heads {problem.heads_q}")
-    if problem.heads_kv != problem.heads_q:
-        words.append(f"--kv-heads {problem.heads_kv}")
-    mask = problem.mask
-    words.append(
-        {MaskKind.NONE: "--no-causal", MaskKind.CAUSAL: "--causal", MaskKind.WINDOW: f"--window {mask.left},{mask.right}"}[mask.kind]
+def bucket_middle(problem: Problem) -> Problem:
+    """The problem with both lengths at the nearest power of two; a length of 0 or 1 stays."""
+    exponents = shape_bucket(problem)
+    lengths = (
+        2**exponent if length > 1 else length for length, exponent in zip((problem.seqlen_q, problem.seqlen_kv), exponents, strict=False)
     )
-    return " ".join(words)
+    seqlen_q, seqlen_kv = (min(length, 2**30) for length in lengths)
+    return replace(problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
 
 
 # The dispatchers of this process ---------------------------------------------------------------------------------------

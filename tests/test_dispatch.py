@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from test_table import DEVICE, problem
 
-from flashgen import dispatch, paths, suite, table, table_image, trust
+import flashgen
+from flashgen import dispatch, paths, search, suite, table, table_image, trust
 from flashgen.backends import Launch, Loaded
 from flashgen.dispatch import Dispatcher, Origin
 from flashgen.errors import CompileError, LaunchError, MissingDependency, UnsupportedProblem, UntunedProblem, UntunedProblemWarning
@@ -303,6 +304,26 @@ def test_after_forgetting_a_new_entry_is_seen(folder: Path) -> None:
     assert dispatcher.serve(problem()).answer.origin is Origin.TABLE and not dispatcher.plans
 
 
+def test_the_kernel_of_a_length_does_not_depend_on_what_was_asked_before(folder: Path) -> None:
+    lengths = (600, 1000, 1448, 1449, 2000, 2900, 3000, 4096, 6000, 11000)
+    write(folder, entry(problem(1024), **OTHER), entry(problem(3000), **FAST), entry(problem(8192), **FAST))
+    choices = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for order in (lengths, lengths[::-1]):
+            dispatcher = Dispatcher(FakeBackend(), [folder])
+            found = {length: dispatcher.serve(problem(length)).answer for length in order}
+            choices.append({length: found[length].variant for length in lengths})
+            assert found[3000].entry is not None and found[3000].entry.problem == problem(3000), "an entry always serves its own shape"
+    assert choices[0] == choices[1]
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 5, 2**31 - 1])
+def test_the_middle_of_a_bucket_is_in_it(length: int) -> None:
+    middle = dispatch.bucket_middle(problem(8, seqlen_kv=length))
+    assert middle.seqlen_kv == (length if length < 2 else 2 ** table.shape_bucket(problem(8, seqlen_kv=length))[1]) or length > 2**30
+
+
 def test_an_answer_tells_the_whole_story(folder: Path) -> None:
     write(folder, entry(problem(), **FAST))
     text = str(Dispatcher(FakeBackend(), [folder]).serve(problem()).answer)
@@ -453,6 +474,24 @@ def test_a_proof_belongs_to_device_binary_and_suite(home: Path, monkeypatch: pyt
         for _ in range(2):
             trust.Proofs(backend).prove(space, backend.load(source), of)
         assert len(backend.proofs) == 1
+
+
+def test_look_up_and_tuning_are_functions_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatcher = Dispatcher(FakeBackend())
+    monkeypatch.setattr(dispatch, "_emulated", dispatcher)
+
+    def tune(of: Problem, device: DeviceLimits, **options: Any) -> str:
+        assert options == {"executor": ExecutorName.EMULATED, "budget": 1}
+        table.merge(paths.user_tables() / "table.yaml", device, entry(of, **FAST))
+        return "tuned"
+
+    monkeypatch.setattr(search, "tune", tune)
+    with pytest.warns(UntunedProblemWarning):
+        dispatcher.serve(problem())
+    assert flashgen.tune(problem(), gpu="h200", executor="emulated", budget=1) == "tuned"  # type: ignore[comparison-overlap]
+    found = flashgen.lookup(problem(), gpu="h200").found
+    assert found is not None and found.entry.variant == entry(problem(), **FAST).variant
+    assert dispatcher.serve(problem()).answer.origin is Origin.TABLE, "this process uses the new entry at once"
 
 
 def test_dtype_is_part_of_the_key(folder: Path) -> None:

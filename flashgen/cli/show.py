@@ -176,7 +176,7 @@ def cache(prune: bool, older_than: str | None, max_size: str | None, as_json: bo
     store = default_store()
     deleted, freed = store.prune(age, None if most is None else int(most)) if prune else (0, 0)
     held = store.statistics()
-    folders = {each.name: _held(each) for each in (paths.user_tables(), paths.study_store(), paths.emulation_store())}
+    folders = {each.name: _held(each) for each in (paths.user_tables(), paths.study_store(), paths.proof_store(), paths.emulation_store())}
     if as_json:
         record = {
             "schema": "flashgen.cache/1", "home": str(paths.home()), "cubins": held.kernels, "bytes": held.bytes,
