@@ -1,5 +1,6 @@
 """Drop-in functions: the signatures and the meaning of the originals, computed by `flashgen.attention`.
 
+Head dims that are no multiple of 8 are padded with zeros, as the originals do.
 What an original allows and flashgen does not is refused with the argument's name, never ignored, and never handed to another library.
 """
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flashgen import arguments
 from flashgen.api import attention
 from flashgen.errors import InvalidProblem, UnsupportedProblem
 
@@ -44,16 +46,19 @@ def scaled_dot_product_attention(
             f"query has {query.shape[-3]} heads and key {key.shape[-3]}; grouped heads must be asked for with enable_gqa=True."
         )
     query, key, value = _autocast(query, key, value)
-    if query.dim() == 4:
-        return attention(query, key, value, causal=is_causal, alignment="top_left", scale=scale)
-    lead = query.shape[:-3]
+    scale = arguments.resolve_scale(scale, query.shape[-1])
+    lead, columns = query.shape[:-3], value.shape[-1]
     if key.shape[:-3] != lead or value.shape[:-3] != lead:
         raise InvalidProblem(
             f"query, key and value must agree in their leading dimensions; got {tuple(lead)}, {tuple(key.shape[:-3])} and "
             f"{tuple(value.shape[:-3])}."
         )
+    query, key, value = (_padded(each) for each in (query, key, value))
+    if query.dim() == 4:
+        return _cut(attention(query, key, value, causal=is_causal, alignment="top_left", scale=scale), columns)
     folded = (each.reshape(-1, *each.shape[-3:]) for each in (query, key, value))
-    return attention(*folded, causal=is_causal, alignment="top_left", scale=scale).reshape(*query.shape[:-1], value.shape[-1])
+    o = _cut(attention(*folded, causal=is_causal, alignment="top_left", scale=scale), columns)
+    return o.reshape(*query.shape[:-1], columns)
 
 
 def flash_attn_func(
@@ -77,10 +82,13 @@ def flash_attn_func(
     _refuse("dropout_p", dropout_p, 0.0)
     _refuse("softcap", softcap, 0.0)
     _refuse("alibi_slopes", alibi_slopes, None)
+    scale, columns = arguments.resolve_scale(softmax_scale, q.shape[-1]), v.shape[-1]
+    window = (int(window_size[0]), int(window_size[1]))  # flash-attn takes tensors of one element too
     o, lse = attention(
-        q, k, v, causal=causal, window=window_size, scale=softmax_scale, return_lse=True, deterministic=deterministic, layout="bshd"
-    )
-    return (o, lse, None) if return_attn_probs else o
+        _padded(q), _padded(k), _padded(v),
+        causal=causal, window=window, scale=scale, return_lse=True, deterministic=deterministic, layout="bshd",
+    )  # fmt: skip
+    return (_cut(o, columns), lse, None) if return_attn_probs else _cut(o, columns)
 
 
 def register_sdpa_implementation() -> None:
@@ -100,6 +108,17 @@ def register_sdpa_implementation() -> None:
     from flashgen import sdpa_registry
 
     registry.register_flash_attention_impl("flashgen", register_fn=sdpa_registry.activate)
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """With zero columns up to a multiple of 8, as the originals have it for kernels that want whole 16-byte pieces: no score changes."""
+    missing = -tensor.shape[-1] % 8
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _cut(o: torch.Tensor, columns: int) -> torch.Tensor:
+    """Without the columns that `_padded` added."""
+    return o if o.shape[-1] == columns else o[..., :columns]
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

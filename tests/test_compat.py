@@ -142,6 +142,29 @@ def test_flash_attn_func_aligns_bottom_right_with_inclusive_windows(causal: bool
     assert float((found.double() - flash_reference(q, k, v, causal, window)).abs().max()) < 2e-3
 
 
+@pytest.mark.parametrize("dim, dim_v", [(5, 5), (59, 59), (16, 12)])
+def test_odd_head_dims_are_padded_as_the_originals_do(dim: int, dim_v: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 9, 2, columns, requires_grad=True) for columns in (dim, dim, dim_v))
+    leaves = [each.detach().clone().requires_grad_() for each in (q, k, v)]
+    found = compat.flash_attn_func(q, k, v)
+    right = torch.nn.functional.scaled_dot_product_attention(*(each.transpose(1, 2) for each in leaves))
+    torch.testing.assert_close(found, right.transpose(1, 2), rtol=1e-5, atol=1e-5)
+    swapped = compat.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)))
+    assert torch.equal(swapped, found.transpose(1, 2))
+    for one, other in zip(
+        torch.autograd.grad(found.square().sum(), (q, k, v)), torch.autograd.grad(right.square().sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_flash_attn_func_takes_window_bounds_as_tensors() -> None:
+    q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
+    assert torch.equal(
+        compat.flash_attn_func(q, k, v, window_size=torch.tensor([3, 2])), compat.flash_attn_func(q, k, v, window_size=(3, 2))
+    )  # fmt: skip
+
+
 def test_flash_attn_func_returns_the_log_sum_exp_when_asked() -> None:
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
     out, lse, probabilities = compat.flash_attn_func(q, k, v, return_attn_probs=True)

@@ -486,8 +486,7 @@ def test_look_up_and_tuning_are_functions_too(home: Path, monkeypatch: pytest.Mo
         return "tuned"
 
     monkeypatch.setattr(search, "tune", tune)
-    with pytest.warns(UntunedProblemWarning):
-        dispatcher.serve(problem())
+    assert dispatcher.serve(problem()).answer.origin is not Origin.TABLE
     assert flashgen.tune(problem(), gpu="h200", executor="emulated", budget=1) == "tuned"  # type: ignore[comparison-overlap]
     found = flashgen.lookup(problem(), gpu="h200").found
     assert found is not None and found.entry.variant == entry(problem(), **FAST).variant
