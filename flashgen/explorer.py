@@ -104,9 +104,9 @@ def explore(
     reports = {each.variant: each.report for each in times if each.report is not None and each.problem.klass() == problem.klass()}
     found = tuple(Family(bound, reports) for bound in offered)
     _refuse_tiny(found, capacities)
-    reports |= compiled_reports(found, compile_best)
-    # Known registers change predictions, so nothing predicted before may stay.
-    found = tuple(Family(bound, reports) for bound in offered)
+    if compiled := compiled_reports(found, compile_best):  # known registers change predictions, so nothing predicted before may stay
+        reports |= compiled
+        found = tuple(Family(bound, reports) for bound in offered)
     wanted = tuple(sorted({*(capacities or DEFAULT_CAPACITIES), device.shared_bytes_per_cta}))
     steps = tuple(sorted({*(lengths or DEFAULT_LENGTHS), problem.seqlen_kv}))
     at_hand = {each.variant: each.median_us for each in times if each.problem == problem}

@@ -98,6 +98,8 @@ def _remedy(key: str, bound: BoundSpace, variant: Variant) -> str:
             f"With {problem.seqlen_q} query row{'s' * (problem.seqlen_q != 1)} every key and value is read once for almost no arithmetic: "
             "no tile size helps. Fewer bytes do: grouped query heads, a shorter window, more query rows per pass."
         )
+    if key == "idle" and problem.seqlen_q <= at.get("block_q", 0):
+        return "One query tile holds all rows of a head, so no tile size gives more CTAs: more batch or heads do, or keys split over CTAs."
     if key == "idle":
         return (
             f"Smaller query tiles (now {at.get('block_q', 0)} rows), a larger batch or more heads give more CTAs; "

@@ -67,6 +67,7 @@ class Family:
         self._bounds: dict[tuple[int, int], BoundSpace] = {}
         self._feasible: dict[tuple[int, int], frozenset[Variant]] = {}
         self._fits: dict[tuple[int, int], frozenset[Shape]] = {}
+        self._least: dict[Variant, int] = {}
         self._taken: dict[Variant, Resources] = {}
 
     @property
@@ -96,11 +97,17 @@ class Family:
         if shape not in self._roomy(length):
             return None
         low, high = 0, LARGEST_CAPACITY // KIB  # infeasible, feasible: a larger capacity never hurts
+        near = self._least.get(shape.first, 0)  # most often the same as at another length
+        if 1 < near < high and self._fits_at(shape, length, near):
+            low, high = (near - 1, near) if not self._fits_at(shape, length, near - 1) else (low, near - 1)
         while high - low > 1:
             middle = (low + high) // 2
-            fits = not any(self.at(length, middle * KIB).violations(shape.first).values())
-            low, high = (low, middle) if fits else (middle, high)
+            low, high = (low, middle) if self._fits_at(shape, length, middle) else (middle, high)
+        self._least[shape.first] = high
         return high * KIB
+
+    def _fits_at(self, shape: Shape, length: int, kib: int) -> bool:
+        return not any(self.at(length, kib * KIB).violations(shape.first).values())
 
     def _roomy(self, length: int) -> frozenset[Shape]:
         key = (length, LARGEST_CAPACITY)

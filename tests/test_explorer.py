@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import flashgen
-from flashgen import accounting, cli, cost, device, explorer, limits, measured, shapes, tile_grid
+from flashgen import accounting, cli, compiler, cost, device, explorer, limits, measured, shapes, tile_grid
 from flashgen.errors import EmptySpace, InvalidProblem, MissingDependency, StudyMismatch, UnknownDevice, UnsupportedProblem
 from flashgen.explorer import Exploration
 from flashgen.model import DType, Mask, MaskKind, Problem, Variant
@@ -176,6 +176,18 @@ def test_head_dims_and_devices_that_nobody_serves_are_refused() -> None:
         explorer.explore(problem(512), H200, compare=False)
     with pytest.raises(UnknownDevice):
         flashgen.explore(problem(), "h900")
+
+
+def test_a_named_gpu_can_be_explored_without_cupy(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    def absent() -> str:
+        raise MissingDependency("CuPy cannot be imported")
+
+    monkeypatch.setattr(compiler, "nvrtc_version", absent)
+    options = {"families": ["simt_forward"], "lengths": [512], "compare": False}
+    found = explorer.explore(problem(64, 512), device.preset("rtx4090"), **options)
+    assert found.best() is not None and not found.reports
+    with pytest.raises(MissingDependency):
+        explorer.explore(problem(64, 512), device.preset("rtx4090"), compile_best=1, **options)
 
 
 # ---- results

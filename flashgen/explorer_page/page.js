@@ -22,6 +22,7 @@ function time(us) {
   if (us < 1000) return `${digits(us)} µs`;
   return us < 1e6 ? `${digits(us / 1000)} ms` : `${digits(us / 1e6)} s`;
 }
+const rate = (us) => `${digits(D.flops[state.step] / us / 1e6)} TFLOP/s`;
 const short = (us) => (us < 1000 ? digits(us) : us < 1e6 ? `${digits(us / 1000, 2)}ms` : `${digits(us / 1e6, 2)}s`);
 const words = (name) => name.replace(/_bytes$/, "").replace(/_/g, " ");
 
@@ -180,7 +181,7 @@ function drawDetail() {
   const facts = [["verdict", verdict], ["variant", `<span class="mono">${chosen.join(" ")}</span>`]];
   if (c.fits) {
     const [q] = seqlens(D.lengths[state.step]), grid = Math.ceil(q / c.tile[0]) * D.problem.batch_heads, waves = grid / (D.device.sm_count * c.ctas);
-    facts.push(["time", `<b>${time(c.us)}</b> predicted${c.measured ? `, <b>${time(c.measured)}</b> measured` : ""}, ${digits(D.flops[state.step] / c.us / 1e6)} TFLOP/s`],
+    facts.push(["time", `<b>${time(c.us)}</b> predicted (${rate(c.us)})${c.measured ? `, <b>${time(c.measured)}</b> measured (${rate(c.measured)})` : ""}`],
       ["bound by", escape(D.limits[c.limit])], ["resident", `${c.ctas} CTAs per SM, ${c.run.needs[3]} threads each, ${digits(waves)} waves`],
       ["registers", registers], ["traffic", `DRAM ${bytes(c.dram)}, L2 ${bytes(c.l2)}, shared ${bytes(c.traffic)}`]);
   } else facts.push(["registers", registers]);
@@ -370,8 +371,8 @@ function draw() {
 }
 function setUp() {
   const d = D.device, p = D.problem, here = D.traffic[state.step], saved = here.standard[1] / here.tiled[2];
-  $("lede").innerHTML = `On ${escape(d.name)}, ${escape(p.text)} is bound by <b>${escape(D.limits[here.limit].split(":")[0])}</b>. The tiled kernel moves about <b>${digits(saved, 2)}× fewer bytes</b>
-    through DRAM than textbook attention, for the same exact result.`;
+  $("lede").innerHTML = `On ${escape(d.name)}, ${escape(p.text)} is bound by <b>${escape(D.limits[here.limit].split(":")[0])}</b>. By estimate, the tiled kernel moves <b>${digits(saved, 2)}× fewer bytes</b>
+    through DRAM than textbook attention with an ideal cache, and its result is exact.`;
   $("chips").innerHTML = [[p.dtype, ""], [`d ${p.head_dim}${p.head_dim_v !== p.head_dim ? `/${p.head_dim_v}` : ""}`, "head dim"], [count(p.batch_heads), "batch × heads"], [p.mask, "mask"],
     [d.name, `sm_${d.sm}`], [bytes(d.shared_bytes_per_cta), "shared per CTA"], [d.sm_count, "SMs"]].map(([v, n]) => `<li><b>${escape(v)}</b> ${n}</li>`).join("");
   const best = D.families.map((_, i) => { const found = grid(i, state.capacity, state.step).filter((c) => c.fits); return Math.min(Infinity, ...found.map((c) => c.us)); });
