@@ -176,21 +176,29 @@ class _Compiling:
         return Trial(variant, Outcome.OK, report=report, source_digest=digest)
 
 
+def measuring_child(index: int = 0) -> MeasuringChild:
+    """A child that measures on GPU `index`, as the driver counts what is visible. Starts when first used."""
+    from flashgen.bench import open_device
+    from flashgen.worker import MeasuringChild
+
+    # A certificate multiplies many small matrices; on a big host, BLAS threads that wait for each other make it several times slower.
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return MeasuringChild(open_device, index, deadline_s=TRIAL_SECONDS, environment=one_thread)
+
+
 class DeviceEvaluator(_Compiling):
     """Compiles in this process, certifies and times in the measuring child, whose death costs one trial."""
 
     executor = ExecutorName.DEVICE
     finalists = 8
 
-    def __init__(self, bounds: Iterable[BoundSpace], problem: Problem, device: DeviceLimits, seed: int, index: int = 0) -> None:
-        """For GPU `index`, as the driver counts what is visible."""
+    def __init__(
+        self, bounds: Iterable[BoundSpace], problem: Problem, device: DeviceLimits, seed: int, child: MeasuringChild | None = None
+    ) -> None:
+        """Measures in `child`, which the caller ends, or in one of its own."""
         super().__init__(bounds, problem, device, seed)
-        from flashgen.bench import open_device
-        from flashgen.worker import MeasuringChild
-
-        # A certificate multiplies many small matrices; on a big host, BLAS threads that wait for each other make it several times slower.
-        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self.child: MeasuringChild = MeasuringChild(open_device, index, deadline_s=TRIAL_SECONDS, environment=one_thread)
+        self._owns_child = child is None
+        self.child: MeasuringChild = measuring_child() if child is None else child
         self.comparison: Comparison | None = None
 
     def toolchain(self) -> Toolchain:
@@ -245,8 +253,9 @@ class DeviceEvaluator(_Compiling):
         return Decision(survivor, {survivor: again.measurement})
 
     def close(self) -> None:
-        """End the child at once."""
-        self.child.kill()
+        """End its own child at once."""
+        if self._owns_child:
+            self.child.kill()
         super().close()
 
     def certify(self, variant: Variant) -> Certificate:

@@ -6,17 +6,18 @@ stopped, by whatever means, goes on where it ended, and several runs can share t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar
 
 from flashgen import certify, search, table
-from flashgen.errors import FlashgenError, InvalidProblem, UnsupportedProblem
-from flashgen.evaluators import Evaluator, PredictedEvaluator
-from flashgen.model import Certificate, DeviceLimits, DType, ExecutorName, Mask, Outcome, Problem, Provenance, TableEntry, Variant, Verdict
-from flashgen.space import load_space
+from flashgen.errors import CompileError, EmptySpace, FlashgenError, InvalidProblem, LaunchError, UnsupportedProblem
+from flashgen.evaluators import DeviceEvaluator, Evaluator, PredictedEvaluator, measuring_child
+from flashgen.model import Certificate, DeviceLimits, DType, ExecutorName, Mask, Problem, Provenance, TableEntry, Variant, Verdict
+from flashgen.space import BoundSpace, load_space
 from flashgen.staleness import Tools, assess, bare
 from flashgen.table_schema import device_record
 from flashgen.trials import Progress
@@ -113,27 +114,42 @@ def tune(
 ) -> Iterator[Done]:
     """Bring the table at `path` up to date with a list, one problem at a time. Raises as `search.tune` does."""
     path = path or table.table_path(device)
-    make = make_evaluator or evaluator_for(executor)
-    for wish in wishes:
-        present = table.read(path, strict=True).entries if path.exists() else ()
-        old = next((entry for entry in present if table.full_key(entry.problem) == table.full_key(wish.problem)), None)
-        if old is not None and is_current(old, device, tools, executor):
-            yield Done(wish, "kept")
-            continue
-        candidates = neighbours(wish.problem, present)
-        try:
-            if wish.searched or not candidates:
-                result = search.tune(
-                    wish.problem, device, budget=budget, seconds=seconds, seed=seed, executor=executor, table=path, progress=progress,
-                    make_evaluator=make,
-                )  # fmt: skip
-                if result.partial:
-                    raise KeyboardInterrupt
-                yield Done(wish, "searched", result.change)
-            else:
-                yield Done(wish, "filled", table.merge(path, device, fill(wish.problem, device, candidates, present, make, seed)))
-        except UnsupportedProblem as problem:
-            yield Done(wish, "skipped", None, str(problem).splitlines()[0])
+    with nullcontext(make_evaluator) if make_evaluator else evaluators(executor) as make:
+        for wish in wishes:
+            yield _done(wish, device, executor, tools, path, make, budget=budget, seconds=seconds, seed=seed, progress=progress)
+
+
+def _done(
+    wish: Wish,
+    device: DeviceLimits,
+    executor: ExecutorName,
+    tools: Tools,
+    path: Path,
+    make: search.EvaluatorFactory,
+    *,
+    budget: int | None,
+    seconds: float | None,
+    seed: int,
+    progress: Progress,
+) -> Done:
+    """One problem of a list, in the table when this returns. Raises KeyboardInterrupt for a search that was stopped."""
+    present = table.read(path, strict=True).entries if path.exists() else ()
+    old = next((entry for entry in present if table.full_key(entry.problem) == table.full_key(wish.problem)), None)
+    if old is not None and is_current(old, device, tools, executor):
+        return Done(wish, "kept")
+    candidates = neighbours(wish.problem, present)
+    try:
+        if candidates and not wish.searched:
+            return Done(wish, "filled", table.merge(path, device, fill(wish.problem, device, candidates, present, make, seed)))
+        result = search.tune(
+            wish.problem, device, budget=budget, seconds=seconds, seed=seed, executor=executor, table=path, progress=progress,
+            make_evaluator=make,
+        )  # fmt: skip
+    except (UnsupportedProblem, EmptySpace, CompileError, LaunchError) as problem:  # of this problem, not of the list
+        return Done(wish, "skipped", None, str(problem).splitlines()[0])
+    if result.partial:
+        raise KeyboardInterrupt
+    return Done(wish, "searched", result.change)
 
 
 def neighbours(problem: Problem, entries: Sequence[TableEntry], most: int = NEIGHBOURS) -> list[Variant]:
@@ -174,11 +190,8 @@ def fill(
     incumbents = [fallback] if fallback is not None else []
     evaluator = make(bounds, problem, device, seed)
     try:
-        trials = {each: evaluator.evaluate(each, None) for each in dict.fromkeys([*variants, *incumbents])}
-        sound = [each for each, trial in trials.items() if trial.outcome is Outcome.OK]
-        if not sound:
-            raise UnsupportedProblem(f"None of {len(trials)} variants runs {problem}: {next(iter(trials.values())).detail}")
-        decision = evaluator.decide(sound, [each for each in incumbents if each in sound], trials)
+        sound = _sound(evaluator, families, list(dict.fromkeys([*variants, *incumbents])))
+        decision = evaluator.decide(sound, [each for each in incumbents if each in sound], {})
         ranked = sorted(decision.measurements, key=lambda each: (each != decision.winner, decision.measurements[each].median_us))
         for winner in ranked:
             proven = _proven(evaluator, winner, known) or evaluator.certify(winner)
@@ -195,6 +208,26 @@ def fill(
         )  # fmt: skip
     finally:
         evaluator.close()
+
+
+def _sound(evaluator: Evaluator, families: Mapping[str, BoundSpace], variants: Sequence[Variant]) -> list[Variant]:
+    """Those that compile within the limits of their space. Raises UnsupportedProblem when none does."""
+    sound: list[Variant] = []
+    refused = "there is none"
+    for each in variants:
+        evaluator.prepare(each)
+    for each in variants:
+        try:
+            reason = "; ".join(families[each.family].explain(each, evaluator.report(each)))
+        except CompileError as problem:
+            reason = str(problem).splitlines()[0]
+        if reason:
+            refused = reason
+        else:
+            sound.append(each)
+    if not sound:
+        raise UnsupportedProblem(f"None of {len(variants)} variants can be used: {refused}")
+    return sound
 
 
 def _proven(evaluator: Evaluator, variant: Variant, known: Sequence[TableEntry]) -> Certificate | None:
@@ -231,14 +264,15 @@ def refresh(
 
     On a GPU an entry's variant is timed beside its runner-up and the fallback, and gives way only to what is clearly faster.
     """
-    make = make_evaluator or evaluator_for(executor)
-    for entry in entries:
-        candidates = [entry.variant, *([entry.runner_up[0]] if entry.runner_up else [])]
-        try:
-            made = fill(entry.problem, device, candidates, (), make, seed)
-            yield entry, table.merge(of.path, device, replace(made, provenance=_kept(entry.provenance, made.provenance)))
-        except FlashgenError as problem:
-            yield entry, problem
+    with nullcontext(make_evaluator) if make_evaluator else evaluators(executor) as make:
+        for entry in entries:
+            candidates = [entry.variant, *([entry.runner_up[0]] if entry.runner_up else [])]
+            try:
+                made = fill(entry.problem, device, candidates, (), make, seed)
+                made = replace(made, provenance=_kept(entry.provenance, made.provenance))
+                yield entry, table.merge(of.path, device, made)
+            except FlashgenError as problem:
+                yield entry, problem
 
 
 class Frugal(PredictedEvaluator):
@@ -255,9 +289,17 @@ class Frugal(PredictedEvaluator):
         return self.proven[key]
 
 
-def evaluator_for(executor: ExecutorName) -> search.EvaluatorFactory:
-    """The evaluator for a whole list."""
-    return Frugal if executor is ExecutorName.EMULATED else search.evaluator_for(executor)
+@contextmanager
+def evaluators(executor: ExecutorName) -> Iterator[search.EvaluatorFactory]:
+    """Evaluators for a whole list. On a GPU they share one measuring child: starting it takes longer than timing a few kernels."""
+    if executor is ExecutorName.EMULATED:
+        yield Frugal
+        return
+    child = measuring_child()
+    try:
+        yield lambda bounds, problem, device, seed: DeviceEvaluator(bounds, problem, device, seed, child)
+    finally:
+        child.kill()
 
 
 def _kept(old: Provenance, new: Provenance) -> Provenance:

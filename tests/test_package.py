@@ -34,6 +34,24 @@ def test_the_wheel_holds_the_tracked_files_and_nothing_else(tmp_path: Path) -> N
     assert names == expected
 
 
+def test_what_a_wheel_holds_is_found_when_it_is_installed(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="needs hatchling: pip install hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    lines = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import flashgen",
+        "assert flashgen.__file__.startswith(sys.argv[1]), flashgen.__file__",
+        "from flashgen.cli import run",
+        "sys.exit(run(['table', 'list', '--json']) or run(['show', 'source', '--head-dim', '64', '--gpu', 'h200']))",
+    )
+    script = "\n".join(lines)
+    run = subprocess.run([sys.executable, "-c", script, str(tmp_path / "site")], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "nvidia-h100" in run.stdout and "FG_KERNEL(forward" in run.stdout
+
+
 def sh_blocks() -> list[str]:
     return re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,10 +219,25 @@ def test_a_standard_list_names_its_problems_itself(capsys: pytest.CaptureFixture
     assert "add --standard" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.compiled
+def test_a_list_is_compiled_ahead_without_a_gpu(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    wishes = [standard.Wish(problem(256, head_dim=16)), standard.Wish(problem(512, head_dim=16), searched=False)]
+    monkeypatch.setitem(standard.LISTS, "small", lambda: wishes)
+    assert cli.run(["tune", "--standard", "small", "--compile-only", "--gpu", "h200", "--budget", "2", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["kernels"] == 2 and "1/1 compiled" in captured.err
+
+
+def test_a_problem_that_cannot_be_done_is_skipped_with_its_reason(tmp_path: Path) -> None:
+    odd = replace(problem(mask=Mask()), head_dim=264, head_dim_v=264)
+    done = run([standard.Wish(odd), standard.Wish(problem(mask=Mask()))], tmp_path / "t.yaml")
+    assert [each.how for each in done] == ["skipped", "searched"] and "No kernel family fits" in done[0].why
+
+
 def test_the_command_keeps_a_list_that_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     wishes = [standard.Wish(problem(mask=Mask()))]
     monkeypatch.setitem(standard.LISTS, "small", lambda: wishes)
-    monkeypatch.setattr(standard, "evaluator_for", lambda executor: Imagined)
+    monkeypatch.setattr(standard, "evaluators", lambda executor: nullcontext(Imagined))
     monkeypatch.setattr("flashgen.staleness.tools_in_use", lambda: TOOLS)
     arguments = ["tune", "--standard", "small", "--gpu", "h200", "--executor", "emulated", "--table", str(tmp_path / "t.yaml"), "--json"]
     assert cli.run([*arguments, "--budget", "3"]) == 0

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from flashgen.cli import options as shared
 from flashgen.errors import InvalidProblem
+from flashgen.model import ExecutorName
+
+if TYPE_CHECKING:
+    from flashgen.standard import Wish
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
-TAKEN = ("budget", "seconds", "seed", "table", "resume", "as_json")
 
 
 def tune_list(name: str, part: str | None, request: shared.Request, options: dict[str, Any]) -> int:
-    """Bring the device's table up to date with a list. Exit code 130 when stopped: the same command goes on from there."""
+    """Bring the device's table up to date with a list. Exit code 1 when a problem was skipped, 130 when stopped: run it again to go on."""
     from flashgen import standard, table
     from flashgen.cli.tune import require_writable
     from flashgen.console.progress import TuneProgress
     from flashgen.search import stopped_by_signals
     from flashgen.staleness import tools_in_use
 
-    if request.head_dim is not None or options["families"] or options["compile_only"]:
-        raise InvalidProblem("--standard names its problems itself; leave out --head-dim, --family and --compile-only.")
+    if request.head_dim is not None or options["families"]:
+        raise InvalidProblem("--standard names its problems itself; leave out --head-dim and --family.")
     wishes = standard.part_of(standard.LISTS[name](), part)
+    if options["compile_only"]:
+        return _compile_list(wishes, options)
     target = shared.target_of(options["gpu"], options["executor"])
     path = options["table"] or table.table_path(target.device)
     require_writable(path)
@@ -44,9 +50,32 @@ def tune_list(name: str, part: str | None, request: shared.Request, options: dic
     except KeyboardInterrupt:
         click.echo("stopped; the same command goes on from here", err=True)
         code = INTERRUPTED
+    if code == DONE and any(each.how == "skipped" for each in done):
+        code = FAILED
     counts = Counter(each.how for each in done)
     if options["as_json"]:
         shared.print_json({"schema": "flashgen.standard/1", "list": name, "part": part, "table": str(path), "done": dict(counts)})
     else:
         click.echo(f"{path}: {', '.join(f'{count} {how}' for how, count in counts.items()) or 'nothing done'}")
     return code
+
+
+def _compile_list(wishes: Sequence[Wish], options: dict[str, Any]) -> int:
+    """Fill the cubin store with what the searches of a list will ask for first. Needs no GPU."""
+    from flashgen import search
+    from flashgen.compiler import binding, default_store
+
+    binding()
+    device = shared.target_of(options["gpu"], "emulated").device
+    budget = options["budget"] or search.DEFAULT_BUDGET[ExecutorName.DEVICE]
+    searched = [each.problem for each in wishes if each.searched]
+    for number, problem in enumerate(searched, 1):
+        search.compile_ahead(problem, device, budget=budget)
+        click.echo(f"{number}/{len(searched)} compiled: {problem}", err=True)
+    held = default_store().statistics()
+    record = {"schema": "flashgen.compile/1", "device": device.name, "store": str(held.path), "kernels": held.kernels, "bytes": held.bytes}
+    if options["as_json"]:
+        shared.print_json(record)
+    else:
+        click.echo(f"{held.path}: {held.kernels} kernels")
+    return DONE
