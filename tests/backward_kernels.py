@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -205,51 +205,58 @@ def operands(case: Case, expected: Expected) -> BackwardTensors:
     return BackwardTensors(dict(forward.named()) | {"dout": dout, "dlse": dlse}, outputs)
 
 
-def run(source: Source, bound: BoundSpace, case: Case, tensors: BackwardTensors, policy: Policy = POLICIES[1], live_ctas: int = 1) -> None:
-    """All launches of a source on the emulated executor. Raises CompileError, and EmulationFault with every broken rule."""
-    named = tensors.inputs | tensors.outputs
-    workspace = bound.workspace_bytes(source.variant)
-    memory = Memory.for_buffers([*(tensor.buffer.nbytes for tensor in named.values()), workspace])
-    placed = {
-        name: Operand(memory.place(x.buffer, name in tensors.outputs) + x.offset * x.buffer.itemsize, x.strides[:3])
-        for name, x in named.items()
-    }
-    forward = {name: placed[name] for name in ("q", "k", "v", "o")}
-    params = BackwardStruct(
-        forward=forward_params(
-            case.problem, case.softmax_scale, **forward, lse_address=placed["lse"].address, workspace_address=memory.scratch(workspace)
-        ),
-        dlse=placed["dlse"].address if case.dlse else None, scale=case.softmax_scale,
-        **{name: placed[name].address for name in ("dout", "dq", "dk", "dv")},
-        **{f"{name}_strides": StridesStruct(*placed[name].strides) for name in ("dout", "dq", "dk", "dv")},
-    )  # fmt: skip
-    report = EmulationReport()
-    for entry, grid in zip(source.entry_points, bound.grids(source.variant), strict=True):
-        report += shared_emulator().launch(
-            source.text, entry.name, grid, entry.threads, entry.shared_bytes, params, memory, policy, live_ctas, deadline_s=20
-        )
-        if report.num_faults:
-            break
-    memory.fetch()
-    report.check(f"{source.variant} for {case.problem} under {policy}")
+Run = Callable[[Source, BoundSpace, Case, BackwardTensors], None]
+"""All launches of a source, once; results land in the buffers of the outputs. Raises CompileError, LaunchError, EmulationFault."""
+
+
+def params_of(case: Case, at: Mapping[str, Operand], workspace_address: int) -> BackwardStruct:
+    """The parameter block of one call."""
+    forward = forward_params(case.problem, case.softmax_scale, at["q"], at["k"], at["v"], at["o"], at["lse"].address, workspace_address)
+    pointers = {name: at[name].address for name in ("dout", "dq", "dk", "dv")} | {"dlse": at["dlse"].address if case.dlse else None}
+    strides = {f"{name}_strides": StridesStruct(*at[name].strides) for name in ("dout", "dq", "dk", "dv")}
+    return BackwardStruct(forward=forward, scale=case.softmax_scale, **pointers, **strides)
+
+
+def emulated(policy: Policy = POLICIES[1], live_ctas: int = 1) -> Run:
+    """Runs on the CPU; a run raises EmulationFault with every broken rule."""
+
+    def run(source: Source, bound: BoundSpace, case: Case, tensors: BackwardTensors) -> None:
+        named, workspace = tensors.inputs | tensors.outputs, bound.workspace_bytes(source.variant)
+        memory = Memory.for_buffers([*(tensor.buffer.nbytes for tensor in named.values()), workspace])
+        at = {
+            name: Operand(memory.place(x.buffer, name in tensors.outputs) + x.offset * x.buffer.itemsize, x.strides[:3])
+            for name, x in named.items()
+        }
+        params, report = params_of(case, at, memory.scratch(workspace)), EmulationReport()
+        for entry, grid in zip(source.entry_points, bound.grids(source.variant), strict=True):
+            report += shared_emulator().launch(
+                source.text, entry.name, grid, entry.threads, entry.shared_bytes, params, memory, policy, live_ctas, deadline_s=20
+            )
+            if report.num_faults:
+                break
+        memory.fetch()
+        report.check(f"{source.variant} for {case.problem} under {policy}")
+
+    return run
 
 
 # Judging --------------------------------------------------------------------------------------------------------------
 
 
-def failure_of(space: Space, source: Source, device: DeviceLimits, case: Case, policy: Policy = POLICIES[1]) -> str:
+def failure_of(space: Space, source: Source, device: DeviceLimits, case: Case, run: Run) -> str:
     """Why the source fails the case, in words, or ''. Raises CompileError."""
     expected = expect(case)
     tensors = operands(case, expected)
+    before = {name: cases.bits_of(tensor.buffer).copy() for name, tensor in tensors.inputs.items()}
     try:
-        run(source, space.bind(case.problem, device), case, tensors, policy)
+        run(source, space.bind(case.problem, device), case, tensors)
     except EmulationFault as fault:
         return str(fault)
+    changed = [name for name, tensor in tensors.inputs.items() if not np.array_equal(cases.bits_of(tensor.buffer), before[name])]
+    failure = f"the kernel changed its input {changed[0]}" if changed else ""
     for name, exact in expected.exact.named():
-        failure = _gradient_failure(case, tensors.outputs[name], exact, expected.units[name], name)
-        if failure:
-            return f"{case.name} ({case.problem}, {case.layout}): {failure}"
-    return ""
+        failure = failure or _gradient_failure(case, tensors.outputs[name], exact, expected.units[name], name)
+    return f"{case.name} ({case.problem}, {case.layout}): {failure}" if failure else ""
 
 
 def ratios(case: Case, tensors: BackwardTensors) -> dict[str, float]:
@@ -292,8 +299,6 @@ def _must_be_zero(case: Case, name: str) -> np.ndarray:
     return np.logical_not(seen.any(axis=1 if name == "dq" else 0)) | (name in case.zeros)
 
 
-def first_failure(
-    space: Space, source: Source, device: DeviceLimits, chosen: Sequence[Case], policies: Sequence[Policy] = POLICIES[1:2]
-) -> str:
-    """The first failure over policies and cases, or ''."""
-    return next((failure for policy in policies for case in chosen if (failure := failure_of(space, source, device, case, policy))), "")
+def first_failure(space: Space, source: Source, device: DeviceLimits, chosen: Sequence[Case], runs: Sequence[Run]) -> str:
+    """The first failure over ways to run and cases, or ''."""
+    return next((failure for run in runs for case in chosen if (failure := failure_of(space, source, device, case, run))), "")

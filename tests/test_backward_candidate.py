@@ -21,17 +21,17 @@ from backward_kernels import (
     backward_source,
     candidate_space,
     cases_of,
+    emulated,
     expect,
     first_failure,
     operands,
-    run,
     templates_with_candidates,
 )
 
 from flashgen import cases, paths
 from flashgen.device import preset
 from flashgen.emulate import POLICIES, Policy
-from flashgen.model import DType, Mask, Problem, Source
+from flashgen.model import Alignment, DType, Mask, Problem, Source
 from flashgen.space import Space, load_spaces
 
 DEVICE = preset("h200")
@@ -84,12 +84,12 @@ def test_the_backward_parameter_struct_is_the_kernels_struct(tmp_path: Path) -> 
 @pytest.mark.parametrize(("dtype", "mask"), list(zip(DType, MASKS, strict=True)), ids=str)
 def test_every_gradient_is_within_the_bound(space: Space, dtype: DType, mask: Mask) -> None:
     source, chosen = small(space, dtype, mask)
-    assert not first_failure(space, source, DEVICE, chosen)
+    assert not first_failure(space, source, DEVICE, chosen, [emulated()])
 
 
 def gradient_bits(space: Space, source: Source, case: Case, policy: Policy, live_ctas: int = 1) -> list[np.ndarray]:
     tensors = operands(case, expect(case))
-    run(source, space.bind(case.problem, DEVICE), case, tensors, policy, live_ctas)
+    emulated(policy, live_ctas)(source, space.bind(case.problem, DEVICE), case, tensors)
     return [cases.bits_of(tensor.view()) for tensor in tensors.outputs.values()]
 
 
@@ -116,9 +116,23 @@ def test_a_batch_element_by_itself_gives_the_same_bits(space: Space) -> None:
     whole, given = operands(both, expect(both)), expect(both).given
     single = operands(one, replace(expect(one), given=type(given)(given.o[1:], given.lse[1:], given.dout[1:], given.dlse[1:])))
     for case, tensors in ((both, whole), (one, single)):
-        run(source, space.bind(case.problem, DEVICE), case, tensors)
+        emulated()(source, space.bind(case.problem, DEVICE), case, tensors)
     for name, tensor in whole.outputs.items():
         assert np.array_equal(cases.bits_of(tensor.view()[1:]), cases.bits_of(single.outputs[name].view())), name
+
+
+@pytest.mark.emulated
+def test_large_numbers_in_keys_that_no_row_sees_change_no_bit(space: Space) -> None:
+    source, _ = small(space, DType.BFLOAT16, Mask.causal())
+    problem = replace(problem_of(DType.BFLOAT16, Mask.causal(Alignment.TOP_LEFT)), seqlen_q=11, seqlen_kv=21)
+
+    def with_garbage(at: Problem, rng: np.random.Generator) -> cases.Inputs:
+        clean = cases.normal(at, rng)
+        unseen = (np.arange(at.seqlen_kv) >= at.seqlen_q)[:, None]
+        return cases.rounded(at, clean.q, *(np.where(unseen, np.float32(1e37), x) for x in (clean.k, clean.v)))
+
+    clean, dirty = (gradient_bits(space, source, Case("unseen", problem, make), POLICIES[1]) for make in (cases.normal, with_garbage))
+    assert all(np.array_equal(left, right) for left, right in zip(clean, dirty, strict=True))
 
 
 @pytest.mark.emulated
@@ -128,7 +142,7 @@ def test_a_fault_in_the_backward_candidate_is_rejected(space: Space, what: str, 
     pattern = re.compile(r"\s+".join(re.escape(word) for word in old.split()))
     assert len(pattern.findall(source.text)) == 1, f"the text of the kernel has changed; renew the fault {what!r}"
     broken = replace(source, text=pattern.sub(lambda _: new, source.text), digest=what)
-    assert first_failure(space, broken, DEVICE, chosen, POLICIES), f"{what}: accepted under every policy"
+    assert first_failure(space, broken, DEVICE, chosen, [emulated(policy) for policy in POLICIES]), f"{what}: accepted under every policy"
 
 
 @pytest.mark.emulated
@@ -140,8 +154,8 @@ def test_a_sampled_variant_of_the_backward_candidate_passes_every_case(space: Sp
     problem = problem_of(chosen.choice(list(DType)), MASKS[seed % 3], dims)
     variant = chosen.choice(space.bind(problem, DEVICE).feasible())
     tiles = variant.as_dict()
-    source, policy = backward_source(space, problem, variant), POLICIES[seed % len(POLICIES)]
-    assert not first_failure(space, source, DEVICE, cases_of(problem, tiles["block_q"], tiles["block_kv"]), [policy])
+    source, run = backward_source(space, problem, variant), emulated(POLICIES[seed % len(POLICIES)])
+    assert not first_failure(space, source, DEVICE, cases_of(problem, tiles["block_q"], tiles["block_kv"]), [run])
 
 
 @pytest.mark.compiled
