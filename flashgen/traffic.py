@@ -13,14 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from flashgen.errors import FlashgenError, InvalidProblem, NotWritable
 from flashgen.model import Alignment, DeviceLimits, DType, Mask, MaskKind, Op, Problem
-from flashgen.search import refusal
-from flashgen.table import Found, Table, lookup
+
+if TYPE_CHECKING:  # recording, which a dispatcher does, needs neither search nor tables
+    from flashgen.table import Found, Table
 
 MAX_LINE_BYTES = 4096
 MAX_PROBLEMS = 100_000
@@ -176,6 +177,9 @@ def coverage(problems: Mapping[Problem, int], device: DeviceLimits, tables: Sequ
 
 
 def _covered(problem: Problem, count: int, device: DeviceLimits, tables: Sequence[Table]) -> Covered:
+    from flashgen.search import refusal
+    from flashgen.table import lookup
+
     answer = lookup(problem, device, tables, refusal(problem, device))
     passed = next((step for step in reversed(answer.steps[:-1]) if step.startswith(("passed over", "too far"))), answer.steps[-1])
     if answer.found is None:
