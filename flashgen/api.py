@@ -68,12 +68,22 @@ def attention(
 
 
 def explain(
-    q: Any, k: Any, v: Any, *, causal: bool = False, alignment: str = "bottom_right", window: Sequence[int] | None = None,
-    layout: str = "bhsd", **_: Any,
-) -> Answer:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: Sequence[int] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    layout: str = "bhsd",
+    strict: bool = False,
+) -> Answer:
     """What `attention` with the same arguments would run, and why; nothing is launched. Print the result.
 
-    Compiles and loads as the first call would. Raises as `attention` does.
+    Compiles and loads as the first call would; scale, return_lse and deterministic do not change the choice. Raises as `attention` does.
     """
     arguments.check_layout(layout)
     kind, left, right = arguments.resolve_mask(causal, window, alignment)
@@ -81,11 +91,11 @@ def explain(
         torch_face.check_tensors(q, k, v)
         if layout == "bshd":
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        answer: Answer = torch_face.explain(q, k, v, kind, alignment, left, right).answer
+        answer: Answer = torch_face.explain(q, k, v, kind, alignment, left, right, strict).answer
         return answer
     from flashgen import arrays
 
-    return arrays.explain(q, k, v, kind, alignment, left, right, layout).answer
+    return arrays.explain(q, k, v, kind, alignment, left, right, layout, strict).answer
 
 
 def lookup(problem: Problem, *, gpu: str | DeviceLimits = "auto", table: Path | None = None) -> Lookup:

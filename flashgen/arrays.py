@@ -69,10 +69,10 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def explain(q: Any, k: Any, v: Any, kind: str, alignment: str, left: int, right: int, layout: str) -> Served:
+def explain(q: Any, k: Any, v: Any, kind: str, alignment: str, left: int, right: int, layout: str, strict: bool) -> Served:
     """The kernel that would run."""
     held = _taken(q, k, v, layout)
-    return held.dispatcher.serve(held.problem(kind, alignment, left, right), stream=held.stream)
+    return held.dispatcher.serve(held.problem(kind, alignment, left, right), strict=strict, stream=held.stream)
 
 
 def _taken(q: Any, k: Any, v: Any, layout: str) -> Arrays:

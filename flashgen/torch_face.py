@@ -56,9 +56,9 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
         arguments.check_devices(q.device, k.device, v.device)
 
 
-def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str, alignment: str, left: int, right: int) -> Served:
+def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str, alignment: str, left: int, right: int, strict: bool) -> Served:
     """The kernel that would run, from (batch, heads, rows, columns) tensors."""
-    return _dispatcher(q).serve(_problem(q, k, v, kind, alignment, left, right))
+    return _dispatcher(q).serve(_problem(q, k, v, kind, alignment, left, right), strict=strict, stream=_stream(q))
 
 
 # The short way ----------------------------------------------------------------------------------------------------------

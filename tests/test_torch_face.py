@@ -58,9 +58,14 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
 # Values, layouts ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (7, 3)}, {"causal": True, "window": (5, -1)}, {"scale": 0.3}])
-def test_every_option_reaches_the_kernel(dtype: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options, dtype",
+    [
+        ({}, torch.float32), ({}, torch.float16), ({}, torch.bfloat16), ({"causal": True}, torch.bfloat16),
+        ({"scale": 0.3}, torch.bfloat16), ({"window": (7, 3)}, torch.bfloat16), ({"causal": True, "window": (5, -1)}, torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_every_option_reaches_the_kernel(options: dict[str, Any], dtype: Any) -> None:
     q, k, v = tensors(dtype=dtype)
     mask = {
         "causal": Mask.causal(), "window": Mask.window(7, 3), "causalwindow": Mask.window(5, 0), "scale": Mask(), "": Mask(),
@@ -329,6 +334,15 @@ def test_cpu_tensors_are_refused_by_name_outside_the_emulation() -> None:
 def test_strict_demands_a_table_entry() -> None:
     with pytest.raises(UntunedProblem, match="flashgen tune --head-dim 16"):
         flashgen.attention(Q, K, V, strict=True)
+
+
+def test_explain_takes_the_arguments_of_attention_and_no_others() -> None:
+    options = {"causal": True, "scale": 0.3, "return_lse": True, "deterministic": True, "window": (3, -1), "alignment": "top_left"}
+    assert "window(3,0), top left" in str(flashgen.explain(Q, K, V, **options))
+    with pytest.raises(UntunedProblem):
+        flashgen.explain(Q, K, V, strict=True)
+    with pytest.raises(TypeError):
+        flashgen.explain(Q, K, V, dropout=0.1)  # type: ignore[call-arg]
 
 
 def test_the_warning_for_an_untuned_problem_comes_once_and_points_to_the_caller() -> None:

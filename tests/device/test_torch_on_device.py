@@ -330,8 +330,10 @@ def test_a_llama_model_agrees_with_sdpa_and_prefills_as_fast(capsys: pytest.Capt
         wide.load_state_dict(models["sdpa"].state_dict())
         right = wide.to("cuda", torch.float32).eval()(short).logits
         errors = {name: float((each - right).abs().max()) for name, each in logits.items()}
-        tokens = {name: model.generate(short[:, :64], max_new_tokens=128, do_sample=False) for name, model in models.items()}
-        truth = wide.generate(short[:, :64], max_new_tokens=128, do_sample=False)
+        tokens = {
+            name: model.generate(short[:, :64], max_new_tokens=128, min_new_tokens=128, do_sample=False) for name, model in models.items()
+        }
+        truth = wide.generate(short[:, :64], max_new_tokens=128, min_new_tokens=128, do_sample=False)
         times: dict[str, list[float]] = {name: [] for name in models}
         for _ in range(12):
             for name, model in models.items():
