@@ -22,7 +22,7 @@ def register() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise MissingDependency(
-            f"This needs transformers 4.53 or newer, with AttentionInterface and AttentionMaskInterface ({error}). "
+            f"This needs transformers 4.57 or newer, with AttentionInterface and AttentionMaskInterface ({error}). "
             "Install it: pip install -U transformers."
         ) from error
     AttentionInterface.register(NAME, attention_forward)
@@ -76,20 +76,21 @@ def attention_forward(
 
 
 def attention_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, mask_function: Callable[..., Any] | None = None,
-    attention_mask: Any = None, **options: Any,
+    batch_size: int, *, kv_length: int, q_length: int = 0, q_offset: Any = 0, kv_offset: Any = 0, cache_position: Any = None,
+    mask_function: Callable[..., Any] | None = None, attention_mask: Any = None, **options: Any,
 ) -> None:  # fmt: skip
     """None, after making sure that causality, or the window, is all that the model's mask says.
 
-    Raises UnsupportedProblem for padding, for mask functions other than causal, bidirectional and their windows, and for a cache that is
-    longer than what it holds.
+    Versions before 5 give `cache_position`, the positions of the queries, in the place of q_length and q_offset. Raises
+    UnsupportedProblem for padding, for mask functions other than causal, bidirectional and their windows, and for a cache that is longer
+    than what it holds.
     """
+    if cache_position is not None:
+        q_length, q_offset = int(cache_position.shape[0]), int(cache_position[0])
     kind = _kind(mask_function)
     if kind is None:
-        raise UnsupportedProblem(
-            f"The model's mask is neither full, nor causal, nor a sliding window ("
-            f"{getattr(mask_function, '__qualname__', mask_function)}). {_ADVICE}"
-        )
+        name = getattr(mask_function, "__qualname__", mask_function)
+        raise UnsupportedProblem(f"The model's mask is neither full, nor causal, nor a sliding window ({name}). {_ADVICE}")
     if kind == "causal" and not _ends_together(q_length, kv_length, q_offset, kv_offset):
         raise UnsupportedProblem(
             f"The last query must see the last key; got {q_length} queries from position {q_offset} and {kv_length} keys from position "
