@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,25 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(page: Path) -> None:
         phone.open(page)
         assert phone.run("return document.documentElement.scrollWidth") <= 390
         assert phone.complaints() == []
+
+
+AWKWARD = {
+    "decode, grouped heads": (replace(PROBLEM, head_dim=128, head_dim_v=128, batch=64, heads_kv=2, seqlen_q=1, seqlen_kv=8192), "a100"),
+    "float32, no tensor cores": (replace(PROBLEM, dtype=DType.FLOAT32, batch=1, seqlen_q=1000, seqlen_kv=1000, mask=Mask()), "t4"),
+    "few tiles fit": (replace(PROBLEM, head_dim=256, head_dim_v=256, mask=Mask.window(100, 0)), "rtx4090"),
+}
+
+
+@browser_only
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_problems_show_no_hole_at_any_capacity(name: str, tmp_path: Path) -> None:
+    asked, gpu = AWKWARD[name]
+    path = tmp_path / "report.html"
+    explorer_page.write_page(explorer.explore(asked, device.preset(gpu), compare=False), path)
+    with Browser() as opened:
+        opened.open(path)
+        for kib in (8, 48, 99, 256):
+            slide(opened, "capacity", kib)
+            assert opened.run("return document.querySelector('main').innerHTML.match(/NaN|undefined|Infinity/g)") is None
+        assert opened.complaints() == []
