@@ -26,6 +26,7 @@ FAULTS = (
     ("the row loop ends before the diagonal", "ceil_div(maximum(bottom.last + 1, 0), C::BLOCK_KV)", "ceil_div(maximum(bottom.last, 0), C::BLOCK_KV)", CAUSAL),
     ("the row loop starts too late in a window", "first = top.first / C::BLOCK_KV;", "first = (top.first + 1) / C::BLOCK_KV;", WINDOW),
     ("keys past the diagonal are seen", "&& key <= keys.last) {", ") {", CAUSAL),
+    ("keys past the last are scored 0", "&& key <= keys.last) {", ") {", NONE),
     ("rows past the last are seen", "if (row < params.forward.seqlen_q && key", "if (key", NONE),
     ("rows past the last are stored", "if (row < ROWS && row < valid_rows)", "if (row < ROWS)", NONE),
     ("dv takes the gradients of scores", "add_transposed<C::BLOCK_Q>(tiles.p, tiles.dout);", "add_transposed<C::BLOCK_Q>(tiles.ds, tiles.dout);", NONE),

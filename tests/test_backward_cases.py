@@ -1,0 +1,86 @@
+"""Cases from public bug reports, run on the backward candidate with the values they are stated with. `cases.md` maps every case id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from backward_kernels import Case, Make, backward_source, candidate_space, emulated, expect, failure_of, operands, templates_with_candidates
+
+from flashgen import cases, reference
+from flashgen.device import preset
+from flashgen.model import Alignment, DType, Mask, Problem
+from flashgen.space import Space
+
+pytestmark = pytest.mark.emulated
+DEVICE = preset("h200")
+VARIANT = {"block_q": 16, "block_kv": 32, "threads": 128}
+BOTH = (Mask.causal(), Mask.causal(Alignment.TOP_LEFT))
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Space]:
+    with templates_with_candidates(tmp_path_factory.mktemp("templates with candidates")):
+        yield candidate_space("simt_backward")
+
+
+def gradients_of(space: Space, problem: Problem, make: Make = cases.normal, scale: float | None = None) -> dict[str, np.ndarray]:
+    """dq, dk, dv of the candidate, every element found to be within the bound and rows that see nothing exactly 0."""
+    case = Case("stated", problem, make, dlse=True, scale=scale)
+    source = backward_source(space, problem, space.bind(problem, DEVICE).variant(VARIANT))
+    assert not failure_of(space, source, DEVICE, case, emulated())
+    tensors = operands(case, expect(case))
+    emulated()(source, space.bind(problem, DEVICE), case, tensors)
+    return {name: reference.decode(tensor.view(), problem.dtype) for name, tensor in tensors.outputs.items()}
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+def test_causal_rows_above_the_first_key_have_no_gradient(space: Space, dtype: DType) -> None:
+    found = gradients_of(space, Problem(dtype, 16, 16, 1, 1, 1, 4, 2, Mask.causal()))
+    assert (found["dq"][:, :, :2] == 0).all()
+    assert (found["dv"] != 0).any()
+
+
+LONG = [pytest.param(100, 164, marks=pytest.mark.slow), pytest.param(128, 64, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(2, 5), (5, 6), (1, 228), *LONG])
+def test_gradients_of_rectangular_causal_masks_follow_their_alignment(space: Space, seqlen_q: int, seqlen_kv: int) -> None:
+    for mask in BOTH:
+        gradients_of(space, Problem(DType.BFLOAT16, 64, 64, 2, 2, 2, seqlen_q, seqlen_kv, mask))
+
+
+TAILS = [pytest.param(length, marks=pytest.mark.slow) for length in (64, 192, 320, 705, 767)]
+
+
+@pytest.mark.parametrize("length", [65, *TAILS])
+def test_gradients_of_strongly_negative_equal_scores_are_finite_at_every_tail(space: Space, length: int) -> None:
+    problem = Problem(DType.BFLOAT16, 64, 64, 1, 1, 1, length, length)
+    found = gradients_of(space, problem, lambda at, rng: cases.constant_scores(at, rng, 4.0, -3.0), scale=0.125)
+    assert all(np.isfinite(values).all() for values in found.values())
+
+
+def test_six_query_heads_sum_into_two_kv_heads_by_threes(space: Space) -> None:
+    def make(problem: Problem, rng: np.random.Generator) -> cases.Inputs:
+        return cases.rounded(problem, cases.normal(problem, rng).q, cases.normal(problem, rng).k, np.array([10, 20])[:, None, None])
+
+    problem = Problem(DType.BFLOAT16, 64, 64, 1, 6, 2, 3, 4)
+    found, given = gradients_of(space, problem, make), expect(Case("stated", problem, make, dlse=True)).given
+    # The rows of P sum to 1, so dv summed over the keys is dout summed over the rows and the three heads of the group.
+    wanted = given.dout.reshape(1, 2, 9, 64).sum(axis=2)
+    np.testing.assert_allclose(found["dv"].sum(axis=2), wanted, atol=0.1)
+
+
+WINDOWS = [
+    pytest.param(256, 256, Mask.window(255, 0), marks=pytest.mark.slow),
+    pytest.param(256, 256, Mask.window(0, 0), marks=pytest.mark.slow),
+    (6, 3, Mask.window(-1, 2**31 - 1)),
+    (129, 32, Mask.window(32, 64)),
+]
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv", "mask"), WINDOWS, ids=str)
+def test_gradients_at_the_edges_of_windows(space: Space, seqlen_q: int, seqlen_kv: int, mask: Mask) -> None:
+    found = gradients_of(space, Problem(DType.FLOAT16, 64, 64, 1, 2, 2, seqlen_q, seqlen_kv, mask))
+    assert (found["dq"][:, :, reference.visible_counts(mask, seqlen_q, seqlen_kv) == 0] == 0).all()
