@@ -15,7 +15,7 @@ import pytest
 from flashgen import cases, gradients, paths, reference
 from flashgen.cases import Inputs, Layout
 from flashgen.certify import BOUND, error_unit
-from flashgen.emulate import POLICIES, EmulationReport, Memory, Policy, shared_emulator
+from flashgen.emulate import DEADLINE_S, POLICIES, EmulationReport, Memory, Policy, shared_emulator
 from flashgen.errors import EmulationFault
 from flashgen.gradients import Gradients, Saved
 from flashgen.launch import ForwardStruct, Operand, StridesStruct, forward_params
@@ -218,7 +218,7 @@ def params_of(case: Case, at: Mapping[str, Operand], workspace_address: int) -> 
     return BackwardStruct(forward=forward, scale=case.softmax_scale, **pointers, **strides)
 
 
-def emulated(policy: Policy = POLICIES[1], live_ctas: int = 1) -> Run:
+def emulated(policy: Policy = POLICIES[1], live_ctas: int = 1, deadline_s: float = DEADLINE_S) -> Run:
     """Runs on the CPU; a run raises EmulationFault with every broken rule."""
 
     def run(source: Source, bound: BoundSpace, case: Case, tensors: BackwardTensors) -> None:
@@ -231,7 +231,7 @@ def emulated(policy: Policy = POLICIES[1], live_ctas: int = 1) -> Run:
         params, report = params_of(case, at, memory.scratch(workspace)), EmulationReport()
         for entry, grid in zip(source.entry_points, bound.grids(source.variant), strict=True):
             report += shared_emulator().launch(
-                source.text, entry.name, grid, entry.threads, entry.shared_bytes, params, memory, policy, live_ctas, deadline_s=20
+                source.text, entry.name, grid, entry.threads, entry.shared_bytes, params, memory, policy, live_ctas, deadline_s=deadline_s
             )
             if report.num_faults:
                 break
