@@ -115,13 +115,13 @@ def test_a_missing_host_compiler_matters_only_without_a_gpu() -> None:
 
 
 def test_e05_an_unwritable_home_names_the_variable_to_set() -> None:
-    advice = only(replace(SOUND, places=(Place("FLASHGEN_HOME", "/root/x", False, "Read-only file system"),)))
+    advice = only(replace(SOUND, places=(Place("FLASHGEN_HOME", "/home/someone/x", False, "Read-only file system"),)))
     assert "Read-only file system" in advice.what
     assert advice.fix.startswith("export FLASHGEN_HOME=")
 
 
 def test_e05_cupys_own_cache_is_reported_apart_with_its_own_variable() -> None:
-    advice = only(replace(SOUND, places=(*SOUND.places, Place("CuPy's cache", "/root/.cupy", False, "Permission denied"))))
+    advice = only(replace(SOUND, places=(*SOUND.places, Place("CuPy's cache", "/home/someone/.cupy", False, "Permission denied"))))
     assert advice.fix.startswith("export CUPY_CACHE_DIR=")
     assert not advice.fatal
 

@@ -4,8 +4,8 @@
 
 namespace fg {
 
-// Above this many log2 units, half an ulp of the base would show in a 16-bit result: fused score * scale - base keeps the base's rounding, so
-// that the largest probability is not 1.
+// Above this many log2 units, half an ulp of the base would show in a 16-bit result: fused score * scale - base keeps the base's rounding,
+// so that the largest probability is not 1.
 constexpr float HUGE_LOG2 = 4096.0f;
 
 // ROW_TILES tiles of 16 rows per warp. A row lies in four lanes; each keeps a partial sum until the end.
