@@ -79,6 +79,10 @@ unsigned char* box_in_shared(const MapImage& map, u32 address, const char* who) 
 
 void land(const BulkLoad& load) {
   unsigned char* shared = load.block->shared.get();
+  if (!load.map) {
+    std::memcpy(shared + (load.target - SHARED_BASE), load.source, load.bytes);
+    return complete_bytes(load.block->mbarriers[load.mbarrier], load.bytes, load.clock);
+  }
   for_each_piece(*load.map, load.coordinates, [&](u32 offset, unsigned char* global, u32 first, u32 end) {
     unsigned char* target = shared + (swizzled(load.target + offset, load.map->swizzle) - SHARED_BASE);
     std::memset(target, 0, 16);
@@ -91,6 +95,14 @@ void perform(BulkStore& store) {
   if (store.done) return;
   store.done = true;
   const unsigned char* shared = this_block().shared.get();
+  if (!store.map) {
+    for (u32 i = 0; i < store.bytes / 4; ++i) {
+      float value;
+      std::memcpy(&value, shared + (store.source - SHARED_BASE) + 4 * i, 4);
+      store.sums[i] += value;
+    }
+    return;
+  }
   for_each_piece(*store.map, store.coordinates, [&](u32 offset, unsigned char* global, u32 first, u32 end) {
     const unsigned char* source = shared + (swizzled(store.source + offset, store.map->swizzle) - SHARED_BASE);
     if (end > first) std::memcpy(global + first, source + first, end - first);
@@ -112,6 +124,50 @@ bool open_stores(const BulkQueue& queue, size_t groups) {
   return false;
 }
 
+// Whether 16-byte aligned consecutive bytes of shared and of global memory may be touched; reports.
+bool linear_allowed(u32 shared, const void* global, u32 bytes, bool write, const char* who) {
+  if (shared % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(global) % 16) {
+    fault("alignment", "%s of %u bytes between shared 0x%x and %p; all three must be multiples of 16", who, bytes, shared, global);
+    return false;
+  }
+  return shared_range(shared, bytes, who) && range_allowed(global, bytes, write, who);
+}
+
+void begin_load(BulkLoad& load, const char* who) {
+  Block& block = *load.block;
+  const u32 target = load.target;
+  block.load_clocks.resize(Shadow::MOST_MBARRIERS);
+  load.clock = ++block.load_clocks[load.mbarrier];
+  for (const Mbarrier& each : block.mbarriers) {
+    if (each.address + 8 > target && each.address < target + load.bytes)
+      fault("mbarrier", "%s overwrites the mbarrier at 0x%x", who, each.address);
+  }
+  if (machine.launch.races) {
+    block.shadow.issue(machine.running->warp->index, 1u << machine.running->thread % LANES);
+    check_engine(block.shadow.load_engine(load.mbarrier), load.clock, target, load.bytes, true, who);
+  }
+  counters.copy_bytes += load.bytes;
+  counters.global_bytes_read += load.bytes;
+  counters.shared_bytes_written += load.bytes;
+  if (!machine.launch.late_copies) return land(load);
+  if (machine.launch.poison) std::memset(block.shared.get() + (target - SHARED_BASE), 0xFF, load.bytes);
+  machine.loads.push_back(load);
+}
+
+void begin_store(BulkQueue& queue, u32 bytes, const char* who) {
+  const BulkStore& store = queue.stores.back();
+  Block& block = this_block();
+  Fiber& fiber = *machine.running;
+  if (machine.launch.races) {
+    const int warp = fiber.warp->index;
+    block.shadow.issue(warp, 1u << fiber.thread % LANES);
+    check_engine(block.shadow.store_engine(warp), static_cast<u32>(queue.group_ends.size()) + 1, store.source, bytes, false, who);
+  }
+  counters.global_bytes_written += bytes;
+  counters.shared_bytes_read += bytes;
+  if (!machine.launch.late_products) perform(queue.stores.back());
+}
+
 }  // namespace
 
 void start_load(u32 target, const void* map, u32 address, const int (&coordinates)[5]) {
@@ -124,22 +180,19 @@ void start_load(u32 target, const void* map, u32 address, const int (&coordinate
   if (!box_in_shared(image, target, who) || !box_allowed(image, coordinates, false, who)) return stop();
   BulkLoad load = {&block, &image, target, box_bytes(image), 0, barrier.slot, {}};
   std::copy_n(coordinates, 5, load.coordinates);
-  block.load_clocks.resize(Shadow::MOST_MBARRIERS);
-  load.clock = ++block.load_clocks[barrier.slot];
-  for (const Mbarrier& each : block.mbarriers) {
-    if (each.address + 8 > target && each.address < target + load.bytes)
-      fault("mbarrier", "%s overwrites the mbarrier at 0x%x", who, each.address);
-  }
-  if (machine.launch.races) {
-    block.shadow.issue(machine.running->warp->index, 1u << machine.running->thread % LANES);
-    check_engine(block.shadow.load_engine(barrier.slot), load.clock, target, load.bytes, true, who);
-  }
-  counters.copy_bytes += load.bytes;
-  counters.global_bytes_read += load.bytes;
-  counters.shared_bytes_written += load.bytes;
-  if (!machine.launch.late_copies) return land(load);
-  if (machine.launch.poison) std::memset(block.shared.get() + (target - SHARED_BASE), 0xFF, load.bytes);
-  machine.loads.push_back(load);
+  begin_load(load, who);
+}
+
+void start_linear_load(u32 target, const void* source, u32 bytes, u32 address) {
+  preempt(SYNC_PREEMPTION_ODDS);
+  const char* who = "bulk_load";
+  Block& block = this_block();
+  use_engines(block);
+  Mbarrier& barrier = *mbarrier_of(address, who);
+  if (!linear_allowed(target, source, bytes, false, who)) return stop();
+  BulkLoad load = {&block, nullptr, target, bytes, 0, barrier.slot, {}};
+  load.source = static_cast<const unsigned char*>(source);
+  begin_load(load, who);
 }
 
 void start_store(const void* map, u32 source, const int (&coordinates)[5]) {
@@ -153,15 +206,17 @@ void start_store(const void* map, u32 source, const int (&coordinates)[5]) {
   BulkQueue& queue = fiber.bulk;
   queue.stores.push_back({&image, source, {}, false});
   std::copy_n(coordinates, 5, queue.stores.back().coordinates);
-  const u32 bytes = box_bytes(image);
-  if (machine.launch.races) {
-    const int warp = fiber.warp->index;
-    block.shadow.issue(warp, 1u << fiber.thread % LANES);
-    check_engine(block.shadow.store_engine(warp), static_cast<u32>(queue.group_ends.size()) + 1, source, bytes, false, who);
-  }
-  counters.global_bytes_written += bytes;
-  counters.shared_bytes_read += bytes;
-  if (!machine.launch.late_products) perform(queue.stores.back());
+  begin_store(queue, box_bytes(image), who);
+}
+
+void start_linear_sum(float* target, u32 source, u32 bytes) {
+  preempt(SYNC_PREEMPTION_ODDS);
+  const char* who = "bulk_add";
+  use_engines(this_block());
+  if (!linear_allowed(source, target, bytes, true, who)) return stop();
+  BulkQueue& queue = machine.running->bulk;
+  queue.stores.push_back({nullptr, source, {}, false, target, bytes});
+  begin_store(queue, bytes, who);
 }
 
 void commit_stores() {

@@ -106,10 +106,12 @@ struct MapImage {
 constexpr u32 MAP_MAGIC = 0x90A0E4D1u;
 
 struct BulkStore {
-  const MapImage* map;
+  const MapImage* map;  // null for a sum into consecutive floats
   u32 source;
   int coordinates[5];
   bool done;
+  float* sums = nullptr;
+  u32 bytes = 0;  // of the sums
 };
 
 // Bulk stores of one thread, oldest first, and where each committed group ends.
@@ -143,10 +145,11 @@ struct NamedBarrier {
 
 struct BulkLoad {
   Block* block;
-  const MapImage* map;
+  const MapImage* map;  // null for consecutive bytes
   u32 target, bytes, clock;
   int mbarrier;
   int coordinates[5];
+  const unsigned char* source = nullptr;  // of consecutive bytes
 };
 
 constexpr int GROUP_LANES = 128;

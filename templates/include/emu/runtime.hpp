@@ -67,6 +67,8 @@ void arrive_mbarrier(u32 barrier, u32 bytes, const char* who);
 void wait_mbarrier(u32 barrier, u32 parity);
 void start_load(u32 target, const void* map, u32 barrier, const int (&coordinates)[5]);
 void start_store(const void* map, u32 source, const int (&coordinates)[5]);
+void start_linear_load(u32 target, const void* source, u32 bytes, u32 barrier);
+void start_linear_sum(float* target, u32 source, u32 bytes);
 void commit_stores();
 void wait_stores(int pending);
 void fence_proxy();

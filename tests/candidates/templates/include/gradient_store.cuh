@@ -1,0 +1,74 @@
+// Accumulators of 64-row products to global memory: scaled, rounded, 16 bytes per lane.
+#pragma once
+#include "row_statistics.cuh"
+#include "tile.cuh"
+
+namespace fg {
+
+// Register i of a lane lies in row i / 2 % 2 of the two rows, eight apart, that the lane shares with three others, and in columns
+// 8 * (i / 4) + i % 2 from the lane's first one.
+FG_DEVICE constexpr int accumulator_row(int i) { return i / 2 % 2; }
+FG_DEVICE constexpr int accumulator_column(int i) { return i / 4 * 8 + i % 2; }
+
+// Four lanes hold four 8-column tiles of one row, two columns each; afterwards each lane holds the 8 columns of one tile.
+FG_DEVICE void gather_row(u32 (&word)[4], int lane) {
+  FG_UNROLL
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = (lane & step) != 0;
+    FG_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const u32 taken = shuffle_xor(upper ? word[i] : word[i + step], step);
+      if (upper) {
+        word[i] = taken;
+      } else {
+        word[i + step] = taken;
+      }
+    }
+  }
+}
+
+// One head of a gradient tensor.
+template <class Element>
+struct GradientHead {
+  Element* first;
+  i64 row_stride;
+  int rows;
+  bool aligned;
+
+  FG_DEVICE GradientHead(void* tensor, const Strides& strides, int batch, int head, int row_count)
+      : first(head_of<Element>(tensor, strides, batch, head)),
+        row_stride(strides.row),
+        rows(row_count),
+        aligned(rows_are_aligned(tensor, strides, 2)) {}
+
+  // COLUMNS columns from `column` on, of the rows `row` and `row` + 8 that this lane takes part in.
+  template <int COLUMNS, int REGISTERS>
+  FG_DEVICE void store(const float (&sums)[REGISTERS], float factor, int row, int column, int lane) const {
+    constexpr int TILES = COLUMNS / 8;
+    FG_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      FG_UNROLL
+      for (int start = 0; start < TILES; start += 4) {
+        u32 word[4];
+        FG_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const int from = minimum(start + i, TILES - 1) * 4 + 2 * r;
+          word[i] = pack_pair(sums[from] * factor, sums[from + 1] * factor, Element{});
+        }
+        gather_row(word, lane);
+        const int tile = start + lane % 4;
+        if (row + 8 * r >= rows || tile >= TILES) continue;
+        Element* target = first + (row + 8 * r) * row_stride + column + tile * 8;
+        const Vector16 vector = {{word[0], word[1], word[2], word[3]}};
+        if (aligned) {
+          store_global(reinterpret_cast<Vector16*>(target), vector);
+        } else {
+          scatter_16(target, vector);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace fg
