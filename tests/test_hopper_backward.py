@@ -15,7 +15,11 @@ from flashgen.emulate import POLICIES, Policy
 from flashgen.model import DType, Mask, Problem, Source
 
 FEW_SMS = replace(preset("h200"), sm_count=3)  # several tiles per CTA already in small problems
-SPLIT = {"fused": False, "block_q": 32, "num_stages": 2, "block_kv": 32, "kv_stages": 2, "pin": False, "head_section": 1}
+SPLIT = {
+    "fused": False, "block_q": 32, "num_stages": 2, "block_kv": 32, "kv_stages": 2, "ping_pong": False, "keys_from_shared": False, "rotate": False,
+    "pin": False, "head_section": 1,
+}  # fmt: skip
+FUSED = SPLIT | {"fused": True, "block_q": 64, "ping_pong": True, "keys_from_shared": True}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +38,16 @@ def of(hopper: HopperBackward, values: dict[str, int], dims: tuple[int, int], ma
 def test_gradients_of_a_split_variant_are_within_the_bound(hopper: HopperBackward, mask: Mask) -> None:
     problem, source = of(hopper, SPLIT, (64, 64), mask, DType.BFLOAT16)
     chosen = cases_for(cases_of(problem, SPLIT["block_q"], SPLIT["block_kv"]))
+    assert not first_failure(hopper.space, source, FEW_SMS, chosen, [emulated(hopper)])
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(
+    "mask", [MASKS[0], pytest.param(MASKS[1], marks=pytest.mark.slow), pytest.param(MASKS[2], marks=pytest.mark.slow)], ids=str
+)
+def test_gradients_of_a_fused_variant_are_within_the_bound(hopper: HopperBackward, mask: Mask) -> None:
+    problem, source = of(hopper, FUSED, (128, 128), mask, DType.BFLOAT16)
+    chosen = cases_for(cases_of(problem, FUSED["block_q"], FUSED["block_kv"]))
     assert not first_failure(hopper.space, source, FEW_SMS, chosen, [emulated(hopper)])
 
 

@@ -24,18 +24,27 @@ struct Descriptors {
     }
   }
 };
+
+template <class Product, class Element, int SIZE>
+void start_shared_product(float (&result)[SIZE], u32 left, u32 right, bool accumulate) {
+  static_assert(SIZE >= Product::COLUMNS / 2, "registers of the result");
+  const Descriptors<Product> at(left, right);
+  start_products({result, nullptr, at.left, at.right, Product::COLUMNS, Product::STEPS, accumulate, Product::LEFT_BY_COLUMNS,
+                  Product::RIGHT_BY_COLUMNS, is_half<Element>});
+}
 }  // namespace emu
 
 template <class Product, class Element, int SIZE>
 FG_DEVICE void start_product(float (&result)[SIZE], u32 left, u32 right) {
-  static_assert(SIZE >= Product::COLUMNS / 2, "registers of the result");
-  const emu::Descriptors<Product> at(left, right);
-  emu::start_products({result, nullptr, at.left, at.right, Product::COLUMNS, Product::STEPS, false, Product::LEFT_BY_COLUMNS,
-                       Product::RIGHT_BY_COLUMNS, emu::is_half<Element>});
+  emu::start_shared_product<Product, Element>(result, left, right, false);
 }
 template <class Product, class Element, int SIZE>
 FG_DEVICE void restart_product(float (&result)[SIZE], u32 left, u32 right) {
-  start_product<Product, Element>(result, left, right);
+  emu::start_shared_product<Product, Element>(result, left, right, false);
+}
+template <class Product, class Element, int SIZE>
+FG_DEVICE void add_shared_product(float (&result)[SIZE], u32 left, u32 right) {
+  emu::start_shared_product<Product, Element>(result, left, right, true);
 }
 template <class Product, class Element, int SIZE, int WORDS>
 FG_DEVICE void add_product(float (&result)[SIZE], u32 (&left)[WORDS], u32 right) {

@@ -11,6 +11,7 @@
 #pragma once
 #include "hopper/backward_prepare.cuh"
 #include "hopper/backward_split.cuh"
+#include "hopper/backward_fused.cuh"
 #include "hopper/backward_queries.cuh"
 
 namespace fg {
@@ -30,13 +31,21 @@ FG_DEVICE void key_gradients(const MappedBackwardParams& params) {
     }
   } else {
     registers_increase<240>();
-    split_consumers<C>(params.problem, shared, warpgroup - 1, warp % 4, lane);
+    if constexpr (C::FUSED) {
+      fused_consumers<C>(params.problem, shared, warpgroup - 1, warp % 4, lane);
+    } else {
+      split_consumers<C>(params.problem, shared, warpgroup - 1, warp % 4, lane);
+    }
   }
 }
 
 template <class C>
 FG_DEVICE void query_gradients(const MappedBackwardParams& params) {
-  gradients_of_queries<C>(params);
+  if constexpr (C::FUSED) {
+    round_query_sums<C>(params.problem);
+  } else {
+    gradients_of_queries<C>(params);
+  }
 }
 
 }  // namespace fg

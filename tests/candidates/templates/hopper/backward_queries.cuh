@@ -223,7 +223,7 @@ struct QueryConsumer {
     warp_release(barrier(Shape::ROWS_EMPTY));
     if (range.count() > 0) end();
     const GradientHead<Element> dq(params.dq, params.dq_strides, place.batch, place.head, params.forward.seqlen_q);
-    dq.template store<C::HEAD_DIM>(sums, params.scale, row, 0, lane);
+    dq.template store<C::HEAD_DIM>(sums, params.scale, row, 0, C::HEAD_DIM, lane);
   }
 
   FG_DEVICE void run() {

@@ -123,7 +123,7 @@ struct ValueRole : SplitRole<C> {
     }
     const BackwardParams& params = this->params;
     const GradientHead<Element> dv(params.dv, params.dv_strides, place.batch, place.head_kv, params.forward.seqlen_kv);
-    dv.template store<C::HEAD_DIM_V>(sums, 1.0f, place.key + this->warp * 16 + this->lane / 4, 0, this->lane);
+    dv.template store<C::HEAD_DIM_V>(sums, 1.0f, place.key + this->warp * 16 + this->lane / 4, 0, C::HEAD_DIM_V, this->lane);
   }
 };
 
@@ -197,7 +197,7 @@ struct KeyRole : SplitRole<C> {
     }
     const BackwardParams& params = this->params;
     const GradientHead<Element> dk(params.dk, params.dk_strides, place.batch, place.head_kv, params.forward.seqlen_kv);
-    dk.template store<C::HEAD_DIM>(sums, params.scale, place.key + this->warp * 16 + this->lane / 4, 0, this->lane);
+    dk.template store<C::HEAD_DIM>(sums, params.scale, place.key + this->warp * 16 + this->lane / 4, 0, C::HEAD_DIM, this->lane);
   }
 };
 

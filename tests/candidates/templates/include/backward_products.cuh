@@ -23,6 +23,15 @@ struct RegistersByColumns {
   FG_DEVICE static constexpr u32 right_step(int i) { return column_operand_step(i); }
 };
 
+// Both from shared memory, the depth runs over the rows of both: dK = dS^T Q of 64 keys, a chunk of dS.
+template <int DEPTH, int WIDTH>
+struct ColumnsByColumns {
+  static constexpr int COLUMNS = product_columns(WIDTH), STEPS = DEPTH / PRODUCT_DEPTH;
+  static constexpr bool LEFT_BY_COLUMNS = true, RIGHT_BY_COLUMNS = true;
+  FG_DEVICE static constexpr u32 left_step(int i) { return column_operand_step(i); }
+  FG_DEVICE static constexpr u32 right_step(int i) { return column_operand_step(i); }
+};
+
 // Both from shared memory: dQ = dS K, where rows of dS lie along DEPTH keys in chunks of 64, LEFT_ROWS rows each.
 template <int DEPTH, int LEFT_ROWS, int WIDTH>
 struct RowsByColumns {

@@ -42,9 +42,9 @@ struct GradientHead {
         rows(row_count),
         aligned(rows_are_aligned(tensor, strides, 2)) {}
 
-  // COLUMNS columns from `column` on, of the rows `row` and `row` + 8 that this lane takes part in.
+  // COLUMNS columns from `column` on, but none from `end` on, of the rows `row` and `row` + 8 that this lane takes part in.
   template <int COLUMNS, int REGISTERS>
-  FG_DEVICE void store(const float (&sums)[REGISTERS], float factor, int row, int column, int lane) const {
+  FG_DEVICE void store(const float (&sums)[REGISTERS], float factor, int row, int column, int end, int lane) const {
     constexpr int TILES = COLUMNS / 8;
     FG_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -58,7 +58,7 @@ struct GradientHead {
         }
         gather_row(word, lane);
         const int tile = start + lane % 4;
-        if (row + 8 * r >= rows || tile >= TILES) continue;
+        if (row + 8 * r >= rows || tile >= TILES || column + tile * 8 >= end) continue;
         Element* target = first + (row + 8 * r) * row_stride + column + tile * 8;
         const Vector16 vector = {{word[0], word[1], word[2], word[3]}};
         if (aligned) {

@@ -1,0 +1,355 @@
+// dK, dV and dQ in one loop: a CTA holds 128 keys, 64 per warpgroup, and adds its share of dQ to float32 sums in global memory.
+//
+// S and dP are computed transposed, keys by rows, so that P and dS already lie in registers as dV and dK need them. dS of both warpgroups
+// goes to shared memory, from where each computes one half of dQ, a block later: by then the other's dS has long been there. Each warp adds
+// its 16 rows of dQ by one bulk copy.
+#pragma once
+#include "backward_keys.cuh"
+
+namespace fg {
+
+enum Scheme : int {
+  SCHEME_EXACT = 0,   // P stays float32 till dS is computed; dP and dQ take turns in one array of registers
+  SCHEME_PACKED = 1,  // P is read again from its rounded form, since dP takes the registers of S
+};
+
+template <class C>
+struct FusedBase {
+  using Shape = KeyShape<C>;
+  using Element = typename C::Element;
+  static constexpr int TURN = 1;                                                    // named barriers, one per warpgroup
+  static constexpr int HALF = PRODUCT_ROWS * C::DQ_COLUMNS, WARP_SHARE = HALF / 4;  // floats of dQ of a block
+  static constexpr bool BY_CHUNKS = chunks_of(C::HEAD_DIM) == 2;                    // a warpgroup's half of dQ: 64 columns, else 64 rows
+  static_assert(BY_CHUNKS ? C::BLOCK_Q == 64 : C::BLOCK_Q == 128, "two products of 64 rows and 64 columns make up dQ of a block");
+  static constexpr int DQ_REGISTERS = C::DQ_COLUMNS / 2;
+  using QuerySums = RowsByColumns<C::KEY_ROWS, C::BLOCK_Q, C::DQ_COLUMNS>;
+  using SharedKeySums = ColumnsByColumns<C::BLOCK_Q, C::HEAD_DIM>;
+
+  const BackwardParams& params;
+  const u32 shared;
+  const int index, warp, lane;  // of the warpgroup among the consumers, of the warp in the warpgroup, in the warp
+  RingSlot<C::NUM_STAGES> at;   // of Q and dO
+  u32 exchanges = 0;            // of dS so far: the buffers take turns
+  u32 round = 0;
+
+  FG_DEVICE u32 barrier(int which) const { return Shape::barrier(shared, which); }
+  FG_DEVICE u32 own_keys(int base) const { return row_operand(shared + static_cast<u32>(base + index * PRODUCT_ROWS * LINE_BYTES)); }
+  FG_DEVICE u32 q_step(int stage) const { return static_cast<u32>(stage) * descriptor_step(Shape::Q_BYTES); }
+  FG_DEVICE u32 dout_step(int stage) const { return static_cast<u32>(stage) * descriptor_step(Shape::DOUT_BYTES); }
+  FG_DEVICE u32 q_rows(int stage) const { return row_operand(shared + Shape::Q) + q_step(stage); }
+  FG_DEVICE u32 q_columns(int stage) const { return column_operand(shared + Shape::Q, C::BLOCK_Q) + q_step(stage); }
+  FG_DEVICE u32 dout_rows(int stage) const { return row_operand(shared + Shape::DOUT) + dout_step(stage); }
+  FG_DEVICE u32 dout_columns(int stage) const { return column_operand(shared + Shape::DOUT, C::BLOCK_Q) + dout_step(stage); }
+  // The operands of this warpgroup's half of dQ.
+  FG_DEVICE u32 exchanged_rows(u32 exchange) const {
+    const int first = BY_CHUNKS ? 0 : index * PRODUCT_ROWS * LINE_BYTES;
+    return row_operand(shared + static_cast<u32>(Shape::EXCHANGE + first)) + buffer_of(exchange) * descriptor_step(Shape::EXCHANGE_BYTES);
+  }
+  // dS^T of its own keys.
+  FG_DEVICE u32 own_exchanged() const {
+    const int first = Shape::EXCHANGE + index * chunk_bytes(C::BLOCK_Q);
+    return column_operand(shared + static_cast<u32>(first), C::BLOCK_Q) + buffer_of(exchanges) * descriptor_step(Shape::EXCHANGE_BYTES);
+  }
+  FG_DEVICE u32 key_columns() const {
+    return column_operand(shared + static_cast<u32>(Shape::K + (BY_CHUNKS ? index * chunk_bytes(C::KEY_ROWS) : 0)), C::KEY_ROWS);
+  }
+
+  // Turns of the tensor cores go back and forth, so that the exponentials of the two warpgroups do not coincide.
+  FG_DEVICE void first_turn() const {
+    if (C::PING_PONG && index == 1) barrier_arrive(TURN, 256);
+  }
+  FG_DEVICE void take_turn() const {
+    if constexpr (C::PING_PONG) barrier_sync(TURN + index, 256);
+  }
+  // As take_turn; afterwards what all warps of the warpgroup have exchanged can be read by its products.
+  FG_DEVICE void meet_and_take_turn() const {
+    if constexpr (C::KEYS_FROM_SHARED && !C::PING_PONG) barrier_sync(TURN + index, 128);
+    take_turn();
+  }
+  FG_DEVICE void pass_turn() const {
+    if constexpr (C::PING_PONG) barrier_arrive(TURN + 1 - index, 256);
+  }
+
+  FG_DEVICE void wait_q(RingSlot<C::NUM_STAGES> slot) const { mbarrier_wait(barrier(Shape::Q_FULL + slot.stage), slot.round); }
+  FG_DEVICE void wait_dout(RingSlot<C::NUM_STAGES> slot) const { mbarrier_wait(barrier(Shape::DOUT_FULL + slot.stage), slot.round); }
+  // By the number of the exchange.
+  FG_DEVICE static u32 buffer_of(u32 exchange) { return exchange % 2; }
+  FG_DEVICE u32 exchange_full(u32 exchange) const { return barrier(Shape::EXCHANGE_FULL) + 8 * buffer_of(exchange); }
+  FG_DEVICE u32 exchange_empty(u32 exchange) const { return barrier(Shape::EXCHANGE_EMPTY) + 8 * buffer_of(exchange); }
+  FG_DEVICE void wait_exchanged(u32 exchange) const { mbarrier_wait(exchange_full(exchange), exchange / 2 % 2); }
+
+  using Statistics = Vector16[C::BLOCK_Q / 16];
+  FG_DEVICE void load_statistics(Statistics& statistics, int base, int stage) const {
+    u32 address = shared + static_cast<u32>(base + stage * Shape::STATISTIC_BYTES + lane % 4 * 16);
+    pin_address(address);
+    FG_UNROLL
+    for (int i = 0; i < C::BLOCK_Q / 16; ++i) statistics[i] = load_shared_freely(address + static_cast<u32>(i * 64));
+  }
+
+  // S^T becomes P^T.
+  FG_DEVICE void exponentiate(float (&scores)[Shape::SCORES], const Statistics& lse, int key, int row) const {
+    const ForwardParams& forward = params.forward;
+    if (block_needs_mask<C>(forward, key, row)) hide_keys<C>(scores, forward, key + warp * 16 + lane / 4, row, lane);
+    FG_UNROLL
+    for (int i = 0; i < Shape::SCORES; ++i)
+      scores[i] = exp2_approx(fused_multiply_add(scores[i], forward.scale_log2, -statistics_of(lse[i / 8]).of(i)));
+  }
+  FG_DEVICE void pack(u32 (&words)[Shape::WORDS], const float (&values)[Shape::SCORES]) const {
+    FG_UNROLL
+    for (int i = 0; i < Shape::WORDS; ++i) words[i] = pack_pair(values[2 * i], values[2 * i + 1], Element{});
+  }
+
+  // dS^T of this warpgroup's keys, turned, into the present buffer: rows of queries, chunks of 64 keys.
+  FG_DEVICE void exchange(const u32 (&gradients)[Shape::WORDS]) const {
+    mbarrier_wait(exchange_empty(exchanges), exchanges / 2 % 2 ^ 1);
+    const u32 tile = shared + Shape::EXCHANGE + buffer_of(exchanges) * Shape::EXCHANGE_BYTES;
+    const int row = lane / 16 * 8 + lane % 8, column = index * PRODUCT_ROWS + warp * 16 + lane / 8 % 2 * 8;
+    const u32 target = tile + operand_offset(C::BLOCK_Q, row, column);
+    FG_UNROLL
+    for (int i = 0; i < Shape::WORDS; i += 4) {
+      const u32 fragment[4] = {gradients[i], gradients[i + 1], gradients[i + 2], gradients[i + 3]};
+      store_matrix_x4_transposed(target + static_cast<u32>(i / 4 * 16 * LINE_BYTES), fragment);
+    }
+    fence_proxy_async();
+    warp_release(exchange_full(exchanges));
+  }
+
+  FG_DEVICE u32 staging() const { return shared + static_cast<u32>(Shape::STAGING + (index * 4 + warp) * WARP_SHARE * 4); }
+  // This warp's share of dQ to shared memory, in the order of registers, as soon as the last one has been read.
+  template <int REGISTERS>
+  FG_DEVICE void stage(const float (&sums)[REGISTERS]) const {
+    if (lane == 0) bulk_wait_read<0>();
+    warp_sync();
+    FG_UNROLL
+    for (int i = 0; i < DQ_REGISTERS; i += 4) {
+      const Vector16 vector = {{float_bits(sums[i]), float_bits(sums[i + 1]), float_bits(sums[i + 2]), float_bits(sums[i + 3])}};
+      store_shared(staging() + static_cast<u32>(i / 4 * 512 + lane * 16), vector);
+    }
+  }
+  // And on to the sums of the block, counted over all heads.
+  FG_DEVICE void add_staged(int block) const {
+    fence_proxy_async();
+    warp_sync();
+    if (lane == 0) {
+      const RowStatistics to(params.forward);
+      bulk_add(to.sums + (static_cast<i64>(block) * 2 + index) * HALF + warp * WARP_SHARE, staging(), WARP_SHARE * 4);
+      bulk_commit();
+    }
+  }
+};
+
+// The blocks of a tile, and where their dQ is summed.
+template <class C>
+struct SummedBlocks {
+  BlockWalk<C> walk;
+  int blocks, head;  // blocks of a head; of all heads before
+
+  FG_DEVICE SummedBlocks(const ForwardParams& forward, const KeyTile<C>& place)
+      : walk(forward, place.key), blocks(ceil_div(forward.seqlen_q, C::BLOCK_Q)) {
+    head = (place.batch * forward.heads_q + place.head_kv * (forward.heads_q / forward.heads_kv)) * blocks;
+  }
+  FG_DEVICE int row() const { return walk.block * C::BLOCK_Q; }
+  FG_DEVICE int number() const { return head + walk.block; }
+  FG_DEVICE void advance() {
+    if (walk.advance()) head += blocks;
+  }
+};
+
+// At every point at most dK, dV, S or P, dP or dQ, and one packed array are alive.
+template <class C>
+struct ExactFused : FusedBase<C> {
+  using Base = FusedBase<C>;
+  using Shape = KeyShape<C>;
+  using Element = typename C::Element;
+  static constexpr int SHARED_REGISTERS = maximum(Shape::SCORES, Base::DQ_REGISTERS);
+  float dk[Shape::K_SUMS], dv[Shape::V_SUMS], scores[Shape::SCORES], weights[SHARED_REGISTERS];  // S, then P; dP, then dQ of the last block
+  u32 packed[Shape::WORDS];                                                                      // P for dV, dS for dK
+  typename Base::Statistics statistics;                                                          // lse, then delta
+
+  FG_DEVICE void differentiate() {
+    FG_UNROLL
+    for (int i = 0; i < Shape::WORDS; ++i) {
+      const FourStatistics delta = statistics_of(statistics[i / 4]);
+      packed[i] = pack_pair(scores[2 * i] * (weights[2 * i] - delta.of(2 * i)),
+                            scores[2 * i + 1] * (weights[2 * i + 1] - delta.of(2 * i + 1)), Element{});
+    }
+    this->exchange(packed);
+    warp_release(this->barrier(Shape::DOUT_EMPTY + this->at.stage));
+  }
+  FG_DEVICE void start_query_sums(u32 rows) { start_product<typename Base::QuerySums, Element>(weights, rows, this->key_columns()); }
+  FG_DEVICE void start_scores(int stage) {
+    start_product<typename Shape::Scores, Element>(scores, this->own_keys(Shape::K), this->q_rows(stage));
+  }
+  FG_DEVICE void start_weights() {
+    restart_product<typename Shape::Weights, Element>(weights, this->own_keys(Shape::V), this->dout_rows(this->at.stage));
+  }
+  FG_DEVICE void add_keys() {
+    if constexpr (C::KEYS_FROM_SHARED) {
+      add_shared_product<typename Base::SharedKeySums, Element>(dk, this->own_exchanged(), this->q_columns(this->at.stage));
+    } else {
+      add_product<typename Shape::KeySums, Element>(dk, packed, this->q_columns(this->at.stage));
+    }
+  }
+  FG_DEVICE void add_values() { add_product<typename Shape::ValueSums, Element>(dv, packed, this->dout_columns(this->at.stage)); }
+
+  FG_DEVICE void begin(int key, int row) {
+    mbarrier_wait(this->barrier(Shape::K_FULL), this->round);
+    this->wait_q(this->at);
+    this->take_turn();
+    start_scores(this->at.stage);
+    this->pass_turn();
+    product_wait<0>(scores);
+    this->load_statistics(statistics, Shape::LSE, this->at.stage);
+    this->exponentiate(scores, statistics, key, row);
+    this->pack(packed, scores);
+    mbarrier_wait(this->barrier(Shape::V_FULL), this->round);
+    this->round ^= 1;
+    this->wait_dout(this->at);
+    this->take_turn();
+    start_weights();
+    add_values();
+    this->pass_turn();
+    this->load_statistics(statistics, Shape::DELTA, this->at.stage);
+    product_wait<0>(weights, scores, packed);
+  }
+
+  // From dP of the present block to dP of the next, from `row` on; dQ of the last block, if there is one, is added on the way.
+  FG_DEVICE void advance(int key, int row, int last_block) {
+    const RingSlot<C::NUM_STAGES> next = this->at.next();
+    const u32 last = this->exchanges - 1;
+    differentiate();
+    this->wait_q(next);
+    if (last_block >= 0) this->wait_exchanged(last);
+    this->meet_and_take_turn();
+    this->load_statistics(statistics, Shape::LSE, next.stage);
+    start_scores(next.stage);
+    add_keys();
+    // Without a last block the product reads keys, which are there, and its result is not used: no branch may surround a product.
+    start_query_sums(last_block >= 0 ? this->exchanged_rows(last) : row_operand(this->shared));
+    this->pass_turn();
+    product_wait<2>(scores);
+    this->exponentiate(scores, statistics, key, row);
+    if constexpr (C::PIN) finish_before(scores);
+    if constexpr (C::KEYS_FROM_SHARED) {
+      product_wait<1>(scores);
+    } else {
+      product_wait<1>(scores, packed);
+    }
+    warp_release(this->barrier(Shape::Q_EMPTY + this->at.stage));
+    this->pack(packed, scores);
+    this->at = next;
+    this->wait_dout(next);
+    this->take_turn();
+    add_values();
+    product_wait<1>(weights);
+    if (last_block >= 0) {
+      warp_release(this->exchange_empty(last));
+      this->stage(weights);
+    }
+    start_weights();
+    this->pass_turn();
+    if (last_block >= 0) this->add_staged(last_block);
+    this->load_statistics(statistics, Shape::DELTA, next.stage);
+    product_wait<0>(weights, scores, packed);
+    ++this->exchanges;
+  }
+
+  FG_DEVICE void end(int block, int last_block) {
+    const u32 last = this->exchanges - 1;
+    differentiate();
+    if (last_block >= 0) this->wait_exchanged(last);
+    this->meet_and_take_turn();
+    add_keys();
+    start_query_sums(last_block >= 0 ? this->exchanged_rows(last) : row_operand(this->shared));
+    this->pass_turn();
+    product_wait<0>(weights, dk, dv);
+    warp_release(this->barrier(Shape::Q_EMPTY + this->at.stage));
+    this->at = this->at.next();
+    if (last_block >= 0) {
+      warp_release(this->exchange_empty(last));
+      this->stage(weights);
+      this->add_staged(last_block);
+    }
+    this->wait_exchanged(this->exchanges);
+    this->take_turn();
+    start_query_sums(this->exchanged_rows(this->exchanges));
+    this->pass_turn();
+    product_wait<0>(weights, scores, packed);
+    warp_release(this->exchange_empty(this->exchanges));
+    warp_release(this->barrier(Shape::KEYS_EMPTY));
+    ++this->exchanges;
+    this->stage(weights);
+    this->add_staged(block);
+  }
+
+  FG_DEVICE void compute(const KeyTile<C>& place) {
+    SummedBlocks<C> blocks(this->params.forward, place);
+    const int key = place.key + this->index * PRODUCT_ROWS;
+    FG_UNROLL
+    for (int i = 0; i < Shape::K_SUMS; ++i) dk[i] = 0.0f;
+    FG_UNROLL
+    for (int i = 0; i < Shape::V_SUMS; ++i) dv[i] = 0.0f;
+    if (blocks.walk.left == 0) return;
+    begin(key, blocks.row());
+    int last_block = -1;
+    FG_NO_UNROLL
+    while (blocks.walk.left > 1) {
+      const int block = blocks.number();
+      blocks.advance();
+      advance(key, blocks.row(), last_block);
+      last_block = block;
+    }
+    end(blocks.number(), last_block);
+  }
+};
+
+template <class C>
+FG_DEVICE void store_key_gradients(const FusedBase<C>& at, const KeyTile<C>& place, const float (&dk)[KeyShape<C>::K_SUMS],
+                                   const float (&dv)[KeyShape<C>::V_SUMS]) {
+  using Element = typename C::Element;
+  const BackwardParams& params = at.params;
+  const int key = place.key + at.index * PRODUCT_ROWS + at.warp * 16 + at.lane / 4, keys = params.forward.seqlen_kv;
+  const GradientHead<Element> to_v(params.dv, params.dv_strides, place.batch, place.head_kv, keys);
+  to_v.template store<C::HEAD_DIM_V>(dv, 1.0f, key, 0, C::HEAD_DIM_V, at.lane);
+  const GradientHead<Element> to_k(params.dk, params.dk_strides, place.batch, place.head_kv, keys);
+  to_k.template store<C::HEAD_DIM>(dk, params.scale, key, 0, C::HEAD_DIM, at.lane);
+}
+
+template <class C>
+FG_DEVICE void fused_consumers(const BackwardParams& params, u32 shared, int warpgroup, int warp, int lane) {
+  ExactFused<C> consumer{{params, shared, warpgroup, warp, lane}};
+  TileQueue queue = KeyShape<C>::queue(shared);
+  consumer.first_turn();
+  FG_NO_UNROLL
+  for (int tile = queue.read(); tile != NO_TILE; tile = queue.read()) {
+    consumer.compute(KeyTile<C>::of(params.forward, tile));
+    forget(tile);  // cheaper to find the place again than to keep it in registers
+    store_key_gradients<C>(consumer, KeyTile<C>::of(params.forward, tile), consumer.dk, consumer.dv);
+  }
+  if (lane == 0) bulk_wait<0>();
+}
+
+// The sums of dQ, scaled and rounded: a CTA per block, a warpgroup per half.
+template <class C>
+FG_DEVICE void round_query_sums(const BackwardParams& params) {
+  using Base = FusedBase<C>;
+  using Element = typename C::Element;
+  const ForwardParams& forward = params.forward;
+  const int blocks = ceil_div(forward.seqlen_q, C::BLOCK_Q), head = static_cast<int>(block_index() / blocks);
+  const int half = thread_index() / 128, warp = thread_index() / WARP_LANES % 4, lane = thread_index() % WARP_LANES;
+  const float* from = RowStatistics(forward).sums + (block_index() * 2 + half) * Base::HALF + warp * Base::WARP_SHARE + lane * 4;
+  float sums[Base::DQ_REGISTERS];
+  FG_UNROLL
+  for (int i = 0; i < Base::DQ_REGISTERS; i += 4) {
+    const Vector16 vector = load_global(reinterpret_cast<const Vector16*>(from + i / 4 * 128));
+    FG_UNROLL
+    for (int j = 0; j < 4; ++j) sums[i + j] = float_from_bits(vector.word[j]);
+  }
+  const int row =
+      static_cast<int>(block_index() % blocks) * C::BLOCK_Q + (Base::BY_CHUNKS ? 0 : half * PRODUCT_ROWS) + warp * 16 + lane / 4;
+  const int column = Base::BY_CHUNKS ? half * SWIZZLE_COLUMNS : 0;
+  const GradientHead<Element> dq(params.dq, params.dq_strides, head / forward.heads_q, head % forward.heads_q, forward.seqlen_q);
+  dq.template store<C::DQ_COLUMNS>(sums, params.scale, row, column, C::HEAD_DIM, lane);
+}
+
+}  // namespace fg
