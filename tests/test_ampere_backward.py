@@ -1,0 +1,147 @@
+"""The ampere backward candidate: every gradient within the bound on the emulated executor, planted faults rejected, no bank conflicts."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ampere_backward_faults import CAUSAL, FAULTS, NONE, WINDOW
+from backward_kernels import (
+    Case,
+    backward_source,
+    candidate_space,
+    cases_of,
+    emulated,
+    expect,
+    first_failure,
+    operands,
+    templates_with_candidates,
+)
+
+from flashgen import cases
+from flashgen.device import preset
+from flashgen.emulate import POLICIES, Policy
+from flashgen.model import Alignment, DType, Mask, Problem, Source
+from flashgen.space import Space
+
+DEVICE = preset("h200")
+MASKS = (NONE, CAUSAL, WINDOW)
+SMALL = {
+    "two_pass": False, "block_q": 32, "block_kv": 32, "num_warps": 4, "warps_across": 1, "num_stages": 2, "keys_in_registers": False,
+    "tile_order": 0, "pass_block_q": 64, "pass_block_kv": 32, "pass_warps": 4, "pass_stages": 2,
+}  # fmt: skip
+PASS = {"two_pass": True, "pass_block_q": 32, "pass_block_kv": 16, "pass_warps": 2}
+ACROSS = {"warps_across": 2, "num_warps": 8, "block_kv": 64, "block_q": 64}
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Space]:
+    with templates_with_candidates(tmp_path_factory.mktemp("templates with candidates")):
+        yield candidate_space("ampere_backward")
+
+
+def problem_of(dtype: DType, mask: Mask, dims: tuple[int, int] = (16, 24)) -> Problem:
+    return Problem(dtype, *dims, batch=1, heads_q=1, heads_kv=1, seqlen_q=64, seqlen_kv=64, mask=mask)
+
+
+def made(
+    space: Space, changes: dict[str, int | bool], mask: Mask, dtype: DType = DType.BFLOAT16, dims: tuple[int, int] = (16, 24)
+) -> tuple[Source, list[Case]]:
+    problem, values = problem_of(dtype, mask, dims), {**SMALL, **changes}
+    source = backward_source(space, problem, space.bind(problem, DEVICE).variant(values))
+    return source, cases_of(problem, values["block_q"], values["block_kv"])
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("changes", [{}, PASS], ids=["sums", "second_pass"])
+def test_every_gradient_is_within_the_bound(space: Space, changes: dict[str, int | bool], mask: Mask) -> None:
+    source, chosen = made(space, changes, mask, DType.FLOAT16 if mask == CAUSAL else DType.BFLOAT16)
+    assert not first_failure(space, source, DEVICE, chosen, [emulated(live_ctas=3)])
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("changes", [ACROSS, {**ACROSS, **PASS}], ids=["sums", "second_pass"])
+def test_warps_that_share_keys_pass_every_case(space: Space, changes: dict[str, int | bool], mask: Mask) -> None:
+    source, chosen = made(space, changes, mask, dims=(128, 128))
+    assert not first_failure(space, source, DEVICE, chosen, [emulated(POLICIES[2])])
+
+
+def gradient_bits(space: Space, source: Source, case: Case, policy: Policy, live_ctas: int = 1) -> list[np.ndarray]:
+    tensors = operands(case, expect(case))
+    emulated(policy, live_ctas)(source, space.bind(case.problem, DEVICE), case, tensors)
+    return [cases.bits_of(tensor.view()) for tensor in tensors.outputs.values()]
+
+
+@pytest.mark.emulated
+def test_every_schedule_gives_the_same_bits_with_a_second_pass(space: Space) -> None:
+    source, chosen = made(space, PASS, CAUSAL)
+    case = next(case for case in chosen if case.name == "group")
+    first = gradient_bits(space, source, case, POLICIES[0])
+    for number, policy in enumerate(POLICIES[1:]):
+        again = gradient_bits(space, source, case, replace(policy, seed=policy.seed + number), live_ctas=2 + number)
+        assert all(np.array_equal(left, right) for left, right in zip(first, again, strict=True)), policy
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("changes", [{}, PASS], ids=["sums", "second_pass"])
+def test_large_numbers_in_keys_that_no_row_sees_change_no_bit(space: Space, changes: dict[str, int | bool]) -> None:
+    source, _ = made(space, changes, CAUSAL)
+    problem = replace(problem_of(DType.BFLOAT16, Mask.causal(Alignment.TOP_LEFT)), seqlen_q=11, seqlen_kv=41)
+
+    def with_garbage(at: Problem, rng: np.random.Generator) -> cases.Inputs:
+        clean = cases.normal(at, rng)
+        unseen = (np.arange(at.seqlen_kv) >= at.seqlen_q)[:, None]
+        return cases.rounded(at, clean.q, *(np.where(unseen, np.float32(3e38), x) for x in (clean.k, clean.v)))
+
+    clean, dirty = (gradient_bits(space, source, Case("unseen", problem, make), POLICIES[1]) for make in (cases.normal, with_garbage))
+    assert all(np.array_equal(left, right) for left, right in zip(clean, dirty, strict=True))
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(
+    ("what", "old", "new", "mask", "two_pass"),
+    [pytest.param(*fault, id=fault[0].replace(" ", "-"), marks=() if n % 5 == 0 else pytest.mark.slow) for n, fault in enumerate(FAULTS)],
+)
+def test_a_fault_in_the_candidate_is_rejected(space: Space, what: str, old: str, new: str, mask: Mask, two_pass: bool) -> None:
+    source, chosen = made(space, PASS if two_pass else {}, mask)
+    pattern = re.compile(r"\s+".join(re.escape(word) for word in old.split()))
+    assert len(pattern.findall(source.text)) == 1, f"the text of the kernel has changed; renew the fault {what!r}"
+    broken = replace(source, text=pattern.sub(lambda _: new, source.text), digest=what)
+    assert first_failure(space, broken, DEVICE, chosen, [emulated(policy, 3) for policy in POLICIES]), f"{what}: accepted"
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_a_sampled_variant_passes_every_case(space: Space, seed: int) -> None:
+    chosen = random.Random(seed)
+    dims = chosen.choice([(64, 64), (40, 96), (128, 72), (8, 16), (256, 256), (80, 8), (192, 128)])
+    problem = problem_of(chosen.choice([DType.BFLOAT16, DType.FLOAT16]), MASKS[seed % 3], dims)
+    feasible = space.bind(replace(problem, seqlen_q=512, seqlen_kv=512), DEVICE).feasible()
+    variant = chosen.choice([each for each in feasible if each.as_dict()["two_pass"] == seed % 2])
+    tiles = variant.as_dict()
+    source, run = backward_source(space, problem, variant), emulated(POLICIES[seed % len(POLICIES)])
+    some = chosen.sample(cases_of(problem, tiles["block_q"], tiles["block_kv"]), 12)
+    assert not first_failure(space, source, DEVICE, some, [run])
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("sm", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head_dim", [128, pytest.param(64, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)])
+def test_the_compiler_spills_little(space: Space, head_dim: int, sm: int) -> None:
+    from flashgen.compiler import compile_many
+    from flashgen.cubins import Compiled
+
+    problem = replace(problem_of(DType.BFLOAT16, CAUSAL, (head_dim, head_dim)), seqlen_q=4096, seqlen_kv=4096)
+    bound = space.bind(problem, DEVICE)
+    variants = [bound.seeds()[0], bound.fallback()]
+    for variant, found in zip(variants, compile_many([backward_source(space, problem, each) for each in variants], sm=sm), strict=True):
+        assert isinstance(found, Compiled), f"{variant}: {found}"
+        assert not any(bound.compiled_violations(variant, found.report).values()), (variant, found.report.spill_bytes)
