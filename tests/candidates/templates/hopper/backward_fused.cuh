@@ -19,8 +19,9 @@ struct FusedBase {
   using Element = typename C::Element;
   static constexpr int TURN = 1;                                                    // named barriers, one per warpgroup
   static constexpr int HALF = PRODUCT_ROWS * C::DQ_COLUMNS, WARP_SHARE = HALF / 4;  // floats of dQ of a block
-  static constexpr bool BY_CHUNKS = chunks_of(C::HEAD_DIM) == 2;                    // a warpgroup's half of dQ: 64 columns, else 64 rows
-  static_assert(BY_CHUNKS ? C::BLOCK_Q == 64 : C::BLOCK_Q == 128, "two products of 64 rows and 64 columns make up dQ of a block");
+  static constexpr bool BY_ROWS = C::BLOCK_Q == 2 * PRODUCT_ROWS;  // a warpgroup's half of dQ: 64 rows, else half the columns
+  static_assert(BY_ROWS ? C::DQ_COLUMNS == operand_columns(C::HEAD_DIM) : 2 * C::DQ_COLUMNS == operand_columns(C::HEAD_DIM),
+                "halves of dQ");
   static constexpr int DQ_REGISTERS = C::DQ_COLUMNS / 2;
   using QuerySums = RowsByColumns<C::KEY_ROWS, C::BLOCK_Q, C::DQ_COLUMNS>;
   using SharedKeySums = ColumnsByColumns<C::BLOCK_Q, C::HEAD_DIM>;
@@ -42,7 +43,7 @@ struct FusedBase {
   FG_DEVICE u32 dout_columns(int stage) const { return column_operand(shared + Shape::DOUT, C::BLOCK_Q) + dout_step(stage); }
   // The operands of this warpgroup's half of dQ.
   FG_DEVICE u32 exchanged_rows(u32 exchange) const {
-    const int first = BY_CHUNKS ? 0 : index * PRODUCT_ROWS * LINE_BYTES;
+    const int first = BY_ROWS ? index * PRODUCT_ROWS * LINE_BYTES : 0;
     return row_operand(shared + static_cast<u32>(Shape::EXCHANGE + first)) + buffer_of(exchange) * descriptor_step(Shape::EXCHANGE_BYTES);
   }
   // dS^T of its own keys.
@@ -51,7 +52,8 @@ struct FusedBase {
     return column_operand(shared + static_cast<u32>(first), C::BLOCK_Q) + buffer_of(exchanges) * descriptor_step(Shape::EXCHANGE_BYTES);
   }
   FG_DEVICE u32 key_columns() const {
-    return column_operand(shared + static_cast<u32>(Shape::K + (BY_CHUNKS ? index * chunk_bytes(C::KEY_ROWS) : 0)), C::KEY_ROWS);
+    const int half = C::DQ_COLUMNS == SWIZZLE_COLUMNS ? chunk_bytes(C::KEY_ROWS) : 2 * C::DQ_COLUMNS;  // a chunk, or half a line
+    return column_operand(shared + static_cast<u32>(Shape::K + (BY_ROWS ? 0 : index * half)), C::KEY_ROWS);
   }
 
   // Turns of the tensor cores go back and forth, so that the exponentials of the two warpgroups do not coincide.
@@ -162,7 +164,9 @@ struct ExactFused : FusedBase<C> {
   using Shape = KeyShape<C>;
   using Element = typename C::Element;
   static constexpr int SHARED_REGISTERS = maximum(Shape::SCORES, Base::DQ_REGISTERS);
+  static constexpr bool SHARES = C::DQ_COLUMNS == SWIZZLE_COLUMNS;  // dP and dQ; half as many columns of dQ have room of their own
   float dk[Shape::K_SUMS], dv[Shape::V_SUMS], scores[Shape::SCORES], weights[SHARED_REGISTERS];  // S, then P; dP, then dQ of the last block
+  float narrow[Base::DQ_REGISTERS];                                                              // dQ, unless it shares
   u32 packed[Shape::WORDS];                                                                      // P for dV, dS for dK
   typename Base::Statistics statistics;                                                          // lse, then delta
 
@@ -176,12 +180,23 @@ struct ExactFused : FusedBase<C> {
     this->exchange(packed);
     warp_release(this->barrier(Shape::DOUT_EMPTY + this->at.stage));
   }
-  FG_DEVICE void start_query_sums(u32 rows) { start_product<typename Base::QuerySums, Element>(weights, rows, this->key_columns()); }
+  FG_DEVICE auto& dq() {
+    if constexpr (SHARES) {
+      return weights;
+    } else {
+      return narrow;
+    }
+  }
+  FG_DEVICE void start_query_sums(u32 rows) { start_product<typename Base::QuerySums, Element>(dq(), rows, this->key_columns()); }
   FG_DEVICE void start_scores(int stage) {
     start_product<typename Shape::Scores, Element>(scores, this->own_keys(Shape::K), this->q_rows(stage));
   }
   FG_DEVICE void start_weights() {
-    restart_product<typename Shape::Weights, Element>(weights, this->own_keys(Shape::V), this->dout_rows(this->at.stage));
+    if constexpr (SHARES) {
+      restart_product<typename Shape::Weights, Element>(weights, this->own_keys(Shape::V), this->dout_rows(this->at.stage));
+    } else {
+      start_product<typename Shape::Weights, Element>(weights, this->own_keys(Shape::V), this->dout_rows(this->at.stage));
+    }
   }
   FG_DEVICE void add_keys() {
     if constexpr (C::KEYS_FROM_SHARED) {
@@ -241,10 +256,10 @@ struct ExactFused : FusedBase<C> {
     this->wait_dout(next);
     this->take_turn();
     add_values();
-    product_wait<1>(weights);
+    product_wait<1>(dq());
     if (last_block >= 0) {
       warp_release(this->exchange_empty(last));
-      this->stage(weights);
+      this->stage(dq());
     }
     start_weights();
     this->pass_turn();
@@ -262,23 +277,23 @@ struct ExactFused : FusedBase<C> {
     add_keys();
     start_query_sums(last_block >= 0 ? this->exchanged_rows(last) : row_operand(this->shared));
     this->pass_turn();
-    product_wait<0>(weights, dk, dv);
+    product_wait<0>(dq(), dk, dv);
     warp_release(this->barrier(Shape::Q_EMPTY + this->at.stage));
     this->at = this->at.next();
     if (last_block >= 0) {
       warp_release(this->exchange_empty(last));
-      this->stage(weights);
+      this->stage(dq());
       this->add_staged(last_block);
     }
     this->wait_exchanged(this->exchanges);
     this->take_turn();
     start_query_sums(this->exchanged_rows(this->exchanges));
     this->pass_turn();
-    product_wait<0>(weights, scores, packed);
+    product_wait<0>(dq(), scores, packed);
     warp_release(this->exchange_empty(this->exchanges));
     warp_release(this->barrier(Shape::KEYS_EMPTY));
     ++this->exchanges;
-    this->stage(weights);
+    this->stage(dq());
     this->add_staged(block);
   }
 
@@ -303,6 +318,138 @@ struct ExactFused : FusedBase<C> {
   }
 };
 
+// P is rounded before dS is computed, and dP takes the registers of S: that leaves room for blocks of 128 rows. Sums of dK and dQ are under
+// way from one block to the next.
+template <class C>
+struct PackedFused : FusedBase<C> {
+  using Base = FusedBase<C>;
+  using Shape = KeyShape<C>;
+  using Element = typename C::Element;
+  float dk[Shape::K_SUMS], dv[Shape::V_SUMS], scores[Shape::SCORES], dq[Base::DQ_REGISTERS];  // S, then P, then dP
+  u32 packed[Shape::WORDS], gradients[Shape::WORDS];                                          // P and dS
+  typename Base::Statistics statistics;
+
+  FG_DEVICE void start_scores(int stage) {
+    start_product<typename Shape::Scores, Element>(scores, this->own_keys(Shape::K), this->q_rows(stage));
+  }
+  FG_DEVICE void start_query_sums(u32 rows) { start_product<typename Base::QuerySums, Element>(dq, rows, this->key_columns()); }
+  FG_DEVICE void add_keys() {
+    if constexpr (C::KEYS_FROM_SHARED) {
+      add_shared_product<typename Base::SharedKeySums, Element>(dk, this->own_exchanged(), this->q_columns(this->at.stage));
+    } else {
+      add_product<typename Shape::KeySums, Element>(dk, gradients, this->q_columns(this->at.stage));
+    }
+  }
+  FG_DEVICE void differentiate() {
+    this->load_statistics(statistics, Shape::DELTA, this->at.stage);
+    FG_UNROLL
+    for (int i = 0; i < Shape::WORDS; ++i) {
+      const FourStatistics delta = statistics_of(statistics[i / 4]);
+      const float low = to_float(Element{static_cast<u16>(packed[i])}), high = to_float(Element{static_cast<u16>(packed[i] >> 16)});
+      gradients[i] = pack_pair(low * (scores[2 * i] - delta.of(2 * i)), high * (scores[2 * i + 1] - delta.of(2 * i + 1)), Element{});
+    }
+    this->exchange(gradients);
+  }
+  FG_DEVICE void exponentiate_block(int key, int row, int stage) {
+    this->load_statistics(statistics, Shape::LSE, stage);
+    this->exponentiate(scores, statistics, key, row);
+  }
+
+  FG_DEVICE void begin(int key, int row) {
+    mbarrier_wait(this->barrier(Shape::K_FULL), this->round);
+    this->wait_q(this->at);
+    start_scores(this->at.stage);
+    product_wait<0>(scores);
+    mbarrier_wait(this->barrier(Shape::V_FULL), this->round);
+    this->round ^= 1;
+    exponentiate_block(key, row, this->at.stage);
+  }
+
+  // dV, dS and dK of the present block, dQ of the last one; P of the next block, unless this is the LAST. `older` is the block before the
+  // last one, whose dQ was under way.
+  template <bool LAST>
+  FG_DEVICE void advance(int key, int row, int last_block, int older_block) {
+    const RingSlot<C::NUM_STAGES> next = this->at.next();
+    const u32 last = this->exchanges - 1;
+    this->wait_dout(this->at);
+    product_wait<0>(dq, scores, gradients);
+    this->pack(packed, scores);
+    if (last_block >= 0) warp_release(this->barrier(Shape::Q_EMPTY + (this->at.stage ? this->at.stage : C::NUM_STAGES) - 1));
+    if (older_block >= 0) {
+      warp_release(this->exchange_empty(last - 1));
+      this->stage(dq);
+    }
+    this->take_turn();
+    restart_product<typename Shape::Weights, Element>(scores, this->own_keys(Shape::V), this->dout_rows(this->at.stage));
+    add_product<typename Shape::ValueSums, Element>(dv, packed, this->dout_columns(this->at.stage));
+    this->pass_turn();
+    if (older_block >= 0) this->add_staged(older_block);
+    product_wait<1>(scores);
+    differentiate();
+    if constexpr (!LAST) this->wait_q(next);
+    this->meet_and_take_turn();
+    if constexpr (!LAST) start_scores(next.stage);
+    add_keys();
+    product_wait<LAST ? 1 : 2>(packed);
+    warp_release(this->barrier(Shape::DOUT_EMPTY + this->at.stage));
+    if (last_block >= 0) this->wait_exchanged(last);
+    // Without a last block the product reads keys, which are there, and its result is not used: no branch may surround a product.
+    start_query_sums(last_block >= 0 ? this->exchanged_rows(last) : row_operand(this->shared));
+    this->pass_turn();
+    ++this->exchanges;
+    if constexpr (!LAST) {
+      product_wait<2>(scores);
+      exponentiate_block(key, row, next.stage);
+      this->at = next;
+    }
+  }
+
+  FG_DEVICE void end(int block, int last_block) {
+    const u32 present = this->exchanges - 1;
+    product_wait<0>(dq, dk, dv);
+    warp_release(this->barrier(Shape::Q_EMPTY + this->at.stage));
+    this->at = this->at.next();
+    if (last_block >= 0) {
+      warp_release(this->exchange_empty(present - 1));
+      this->stage(dq);
+      this->add_staged(last_block);
+    }
+    this->wait_exchanged(present);
+    start_query_sums(this->exchanged_rows(present));
+    product_wait<0>(dq, scores, packed);
+    warp_release(this->exchange_empty(present));
+    warp_release(this->barrier(Shape::KEYS_EMPTY));
+    this->stage(dq);
+    this->add_staged(block);
+  }
+
+  FG_DEVICE void compute(const KeyTile<C>& place) {
+    SummedBlocks<C> blocks(this->params.forward, place);
+    const int key = place.key + this->index * PRODUCT_ROWS;
+    FG_UNROLL
+    for (int i = 0; i < Shape::K_SUMS; ++i) dk[i] = 0.0f;
+    FG_UNROLL
+    for (int i = 0; i < Shape::V_SUMS; ++i) dv[i] = 0.0f;
+    FG_UNROLL
+    for (int i = 0; i < Base::DQ_REGISTERS; ++i) dq[i] = 0.0f;
+    FG_UNROLL
+    for (int i = 0; i < Shape::WORDS; ++i) gradients[i] = 0;
+    if (blocks.walk.left == 0) return;
+    begin(key, blocks.row());
+    int last_block = -1, older_block = -1;
+    FG_NO_UNROLL
+    while (blocks.walk.left > 1) {
+      const int block = blocks.number();
+      blocks.advance();
+      this->template advance<false>(key, blocks.row(), last_block, older_block);
+      older_block = last_block;
+      last_block = block;
+    }
+    this->template advance<true>(key, blocks.row(), last_block, older_block);
+    end(blocks.number(), last_block);
+  }
+};
+
 template <class C>
 FG_DEVICE void store_key_gradients(const FusedBase<C>& at, const KeyTile<C>& place, const float (&dk)[KeyShape<C>::K_SUMS],
                                    const float (&dv)[KeyShape<C>::V_SUMS]) {
@@ -315,10 +462,10 @@ FG_DEVICE void store_key_gradients(const FusedBase<C>& at, const KeyTile<C>& pla
   to_k.template store<C::HEAD_DIM>(dk, params.scale, key, 0, C::HEAD_DIM, at.lane);
 }
 
-template <class C>
-FG_DEVICE void fused_consumers(const BackwardParams& params, u32 shared, int warpgroup, int warp, int lane) {
-  ExactFused<C> consumer{{params, shared, warpgroup, warp, lane}};
-  TileQueue queue = KeyShape<C>::queue(shared);
+template <class C, class Consumer>
+FG_DEVICE void run_fused(Consumer consumer) {
+  const BackwardParams& params = consumer.params;
+  TileQueue queue = KeyShape<C>::queue(consumer.shared);
   consumer.first_turn();
   FG_NO_UNROLL
   for (int tile = queue.read(); tile != NO_TILE; tile = queue.read()) {
@@ -326,7 +473,16 @@ FG_DEVICE void fused_consumers(const BackwardParams& params, u32 shared, int war
     forget(tile);  // cheaper to find the place again than to keep it in registers
     store_key_gradients<C>(consumer, KeyTile<C>::of(params.forward, tile), consumer.dk, consumer.dv);
   }
-  if (lane == 0) bulk_wait<0>();
+  if (consumer.lane == 0) bulk_wait<0>();
+}
+
+template <class C>
+FG_DEVICE void fused_consumers(const BackwardParams& params, u32 shared, int warpgroup, int warp, int lane) {
+  if constexpr (C::SCHEME == SCHEME_EXACT) {
+    run_fused<C>(ExactFused<C>{{params, shared, warpgroup, warp, lane}});
+  } else {
+    run_fused<C>(PackedFused<C>{{params, shared, warpgroup, warp, lane}});
+  }
 }
 
 // The sums of dQ, scaled and rounded: a CTA per block, a warpgroup per half.
@@ -345,9 +501,8 @@ FG_DEVICE void round_query_sums(const BackwardParams& params) {
     FG_UNROLL
     for (int j = 0; j < 4; ++j) sums[i + j] = float_from_bits(vector.word[j]);
   }
-  const int row =
-      static_cast<int>(block_index() % blocks) * C::BLOCK_Q + (Base::BY_CHUNKS ? 0 : half * PRODUCT_ROWS) + warp * 16 + lane / 4;
-  const int column = Base::BY_CHUNKS ? half * SWIZZLE_COLUMNS : 0;
+  const int row = static_cast<int>(block_index() % blocks) * C::BLOCK_Q + (Base::BY_ROWS ? half * PRODUCT_ROWS : 0) + warp * 16 + lane / 4;
+  const int column = Base::BY_ROWS ? 0 : half * C::DQ_COLUMNS;
   const GradientHead<Element> dq(params.dq, params.dq_strides, head / forward.heads_q, head % forward.heads_q, forward.seqlen_q);
   dq.template store<C::DQ_COLUMNS>(sums, params.scale, row, column, C::HEAD_DIM, lane);
 }
