@@ -143,6 +143,8 @@ struct RowTileRange {
     last = first_row < end_row ? ceil_div(end_row, C::BLOCK_Q) : first;
   }
   FG_DEVICE int count() const { return last - first; }
+  // Where a CTA begins. CTAs that walk side by side over the rows of one head would all add to the same sums at a time.
+  FG_DEVICE int start(int key) const { return C::STAGGERED && count() > 0 ? first + key / C::BLOCK_KV % count() : first; }
 };
 
 // Query tiles with dO, lse and delta on their way through shared memory, head by head. A step past the end closes an empty group, which
@@ -156,13 +158,19 @@ struct RowRing {
   const RowTileRange<C> range;
   const int batch;
   const u32 slots;
+  const int start;
   int head, tile, issued, steps;  // of the next copy
 
   FG_DEVICE RowRing(const BackwardParams& all, int own_batch, int head_kv, int key, u32 shared)
-      : params(all), workspace(all.forward), range(all.forward, key), batch(own_batch), slots(shared + Shape::STAGES_AT) {
+      : params(all),
+        workspace(all.forward),
+        range(all.forward, key),
+        batch(own_batch),
+        slots(shared + Shape::STAGES_AT),
+        start(range.start(key)) {
     const int group = params.forward.heads_q / params.forward.heads_kv;
     head = head_kv * group;
-    tile = range.first;
+    tile = start;
     issued = 0;
     steps = group * range.count();
   }
@@ -173,7 +181,8 @@ struct RowRing {
     if (issued < steps) {
       copy_rows(slot(issued), tile * C::BLOCK_Q);
       ++issued;
-      if (++tile == range.last) tile = range.first, ++head;
+      if (++tile == range.last) tile = range.first;
+      if (tile == start) ++head;
     }
     copy_async_commit();
   }
@@ -201,19 +210,22 @@ struct RowTile {
 template <class C>
 struct RowSteps {
   using Shape = BackwardShape<C>;
-  int batch_head, tile, first, last;
+  const int first, last, start;
+  int batch_head, tile;
 
   FG_DEVICE explicit RowSteps(const RowRing<C>& ring)
-      : batch_head(ring.batch * ring.params.forward.heads_q + ring.head),
-        tile(ring.range.first),
-        first(ring.range.first),
-        last(ring.range.last) {}
+      : first(ring.range.first),
+        last(ring.range.last),
+        start(ring.start),
+        batch_head(ring.batch * ring.params.forward.heads_q + ring.head),
+        tile(ring.start) {}
   FG_DEVICE RowTile at(u32 slot) const {
     const u32 statistics = slot + Shape::Q_BYTES + Shape::DOUT_BYTES;
     return {batch_head, tile, slot, slot + Shape::Q_BYTES, statistics, statistics + C::BLOCK_Q * 4};
   }
   FG_DEVICE void advance() {
-    if (++tile == last) tile = first, ++batch_head;
+    if (++tile == last) tile = first;
+    if (tile == start) ++batch_head;
   }
 };
 
