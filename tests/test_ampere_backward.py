@@ -32,9 +32,9 @@ DEVICE = preset("h200")
 MASKS = (NONE, CAUSAL, WINDOW)
 SMALL = {
     "two_pass": False, "block_q": 32, "block_kv": 32, "num_warps": 4, "warps_across": 1, "num_stages": 2, "keys_in_registers": False,
-    "tile_order": 0, "staggered": True, "pass_block_q": 64, "pass_block_kv": 32, "pass_warps": 4, "pass_stages": 2,
+    "rounded_handover": False, "tile_order": 0, "staggered": True, "pass_block_q": 64, "pass_block_kv": 32, "pass_warps": 4, "pass_stages": 2,
 }  # fmt: skip
-PASS = {"two_pass": True, "pass_block_q": 32, "pass_block_kv": 16, "pass_warps": 2}
+PASS = {"two_pass": True, "rounded_handover": True, "pass_block_q": 32, "pass_block_kv": 16, "pass_warps": 2}
 ACROSS = {"warps_across": 2, "num_warps": 8, "block_kv": 64, "block_q": 64}
 
 

@@ -32,7 +32,9 @@ struct BackwardShape {
   // dS lives until the next step has multiplied it, so dQ needs two; without dQ only warps that share keys read it.
   static constexpr int GRADIENT_TILES = C::TWO_PASS ? C::WARPS_ACROSS - 1 : 2;
   static constexpr int V_AT = K_BYTES, STAGES_AT = V_AT + V_BYTES, P_AT = STAGES_AT + C::NUM_STAGES * STAGE_BYTES;
-  static constexpr int GRADIENTS_AT = P_AT + SCORE_BYTES;
+  static constexpr bool SHARED_P = C::ROUNDED_HANDOVER || C::WARPS_ACROSS > 1;  // P^T in the element type
+  static constexpr int HANDED_AT = P_AT + (SHARED_P ? SCORE_BYTES : 0);         // P^T in float32
+  static constexpr int GRADIENTS_AT = HANDED_AT + (C::ROUNDED_HANDOVER ? 0 : C::BLOCK_KV * C::BLOCK_Q * 4);
   static_assert(GRADIENTS_AT + GRADIENT_TILES * SCORE_BYTES == C::SHARED_BYTES, "the layout of shared memory is the formula of the space");
 
   static constexpr int SIDE_WARPS = C::NUM_WARPS / 2, WARPS_DOWN = SIDE_WARPS / C::WARPS_ACROSS;  // keys down, rows or columns across
@@ -289,20 +291,24 @@ FG_DEVICE void hide(Scores<C>& scores, const ForwardParams& forward, int key, in
   }
 }
 
-// Calls use(m, pair, i, first, second): word i of a left operand and the two products and two values of lse or delta it is made from.
-template <class C, class Use>
-FG_DEVICE void for_each_word(const Scores<C>& scores, const SidePlace<C>& place, u32 statistics, Use use) {
+// The values of lse or delta that a lane needs for two 8-column tiles: two for each.
+template <class C>
+FG_DEVICE Vector16 statistics_of(const SidePlace<C>& place, u32 statistics, int pair) {
+  return load_shared<Vector16>(statistics + static_cast<u32>((place.own_row() / 16 + pair) * 64 + place.lane % 4 * 16));
+}
+
+// Rounded to the element type, as left operands.
+template <class C>
+FG_DEVICE void pack(PackedScores<C>& packed, const Scores<C>& scores) {
   using Shape = BackwardShape<C>;
   FG_UNROLL
-  for (int pair = 0; pair < Shape::SCORE_TILES / 2; ++pair) {
-    const u32 at = statistics + static_cast<u32>((place.own_row() / 16 + pair) * 64 + place.lane % 4 * 16);
-    const Vector16 four = load_shared<Vector16>(at);
+  for (int m = 0; m < Shape::KEY_TILES; ++m) {
     FG_UNROLL
-    for (int m = 0; m < Shape::KEY_TILES; ++m) {
+    for (int n = 0; n < Shape::SCORE_TILES; ++n) {
       FG_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const float* product = &scores[m][pair * 2 + i / 2][i % 2 * 2];
-        use(m, pair, i, product, float_from_bits(four.word[i / 2 * 2]), float_from_bits(four.word[i / 2 * 2 + 1]));
+      for (int half = 0; half < 2; ++half) {
+        const float* two = &scores[m][n][half * 2];
+        packed.word[m][n / 2][n % 2 * 2 + half] = pack_pair(two[0], two[1], typename C::Element{});
       }
     }
   }
@@ -329,8 +335,11 @@ struct ScoreTile {
   FG_DEVICE void store(const PackedScores<C>& packed) const {
     for_each([&](int m, int pair, int i) { store_shared(word_at(m, pair, i), packed.word[m][pair][i]); });
   }
-  FG_DEVICE void load(PackedScores<C>& packed) const {
-    for_each([&](int m, int pair, int i) { packed.word[m][pair][i] = load_shared<u32>(word_at(m, pair, i)); });
+  FG_DEVICE Vector16 load(int m, int pair) const {
+    Vector16 vector;
+    FG_UNROLL
+    for (int i = 0; i < 4; ++i) vector.word[i] = load_shared<u32>(word_at(m, pair, i));
+    return vector;
   }
   FG_DEVICE SharedRows<Shape::CHUNKS_Q> rows(const SidePlace<C>& place) const { return {base, place.own_key(), place.lane}; }
 
@@ -348,34 +357,58 @@ struct ScoreTile {
   }
 };
 
-// P^T on its way from a warp to its twin: as it lies in registers, 16 bytes per lane.
+// P^T on its way from a warp to its twin, as it lies in registers, 16 bytes per lane: in float32, or rounded to the element type. Where
+// warps share keys, the rounded tile lies in shared memory anyway.
 template <class C>
-struct HandedOver {
+struct Handover {
   using Shape = BackwardShape<C>;
-  u32 start;
+  using Element = typename C::Element;
+  static constexpr int TILES = C::ROUNDED_HANDOVER ? Shape::SCORE_TILES / 2 : Shape::SCORE_TILES;
+  const ScoreTile<C> tile;
+  const u32 start;
 
-  FG_DEVICE HandedOver(u32 tile, const SidePlace<C>& place)
-      : start(tile + static_cast<u32>((place.number * Shape::KEY_TILES * (Shape::SCORE_TILES / 2) * WARP_LANES + place.lane) * 16)) {}
-  FG_DEVICE u32 at(int m, int pair) const { return start + static_cast<u32>((m * (Shape::SCORE_TILES / 2) + pair) * WARP_LANES * 16); }
-  FG_DEVICE void store(const PackedScores<C>& packed) const {
+  FG_DEVICE Handover(u32 shared, const SidePlace<C>& place)
+      : tile(shared + Shape::P_AT, place),
+        start(shared + static_cast<u32>((C::ROUNDED_HANDOVER ? Shape::P_AT : Shape::HANDED_AT) +
+                                        (place.number * Shape::KEY_TILES * TILES * WARP_LANES + place.lane) * 16)) {}
+
+  FG_DEVICE void give(const Scores<C>& probabilities, const PackedScores<C>& rounded) const {
+    if constexpr (C::ROUNDED_HANDOVER && C::WARPS_ACROSS > 1) return;
     FG_UNROLL
     for (int m = 0; m < Shape::KEY_TILES; ++m) {
       FG_UNROLL
-      for (int pair = 0; pair < Shape::SCORE_TILES / 2; ++pair) {
-        const u32(&word)[4] = packed.word[m][pair];
-        store_shared(at(m, pair), Vector16{{word[0], word[1], word[2], word[3]}});
+      for (int n = 0; n < TILES; ++n) {
+        if constexpr (C::ROUNDED_HANDOVER) {
+          const u32(&word)[4] = rounded.word[m][n];
+          store_shared(at(m, n), Vector16{{word[0], word[1], word[2], word[3]}});
+        } else {
+          const float (&p)[4] = probabilities[m][n];
+          store_shared(at(m, n), Vector16{{float_bits(p[0]), float_bits(p[1]), float_bits(p[2]), float_bits(p[3])}});
+        }
       }
     }
   }
-  FG_DEVICE void load(PackedScores<C>& packed) const {
+  // The probabilities of one lane in two tiles side by side.
+  FG_DEVICE void take(float (&p)[2][4], int m, int pair) const {
     FG_UNROLL
-    for (int m = 0; m < Shape::KEY_TILES; ++m) {
-      FG_UNROLL
-      for (int pair = 0; pair < Shape::SCORE_TILES / 2; ++pair) {
-        const Vector16 vector = load_shared<Vector16>(at(m, pair));
+    for (int n = 0; n < 2; ++n) {
+      if constexpr (C::ROUNDED_HANDOVER) {
+        if (n == 0) unpack(p, C::WARPS_ACROSS > 1 ? tile.load(m, pair) : load_shared<Vector16>(at(m, pair)));
+      } else {
+        const Vector16 vector = load_shared<Vector16>(at(m, pair * 2 + n));
         FG_UNROLL
-        for (int i = 0; i < 4; ++i) packed.word[m][pair][i] = vector.word[i];
+        for (int i = 0; i < 4; ++i) p[n][i] = float_from_bits(vector.word[i]);
       }
+    }
+  }
+
+ private:
+  FG_DEVICE u32 at(int m, int n) const { return start + static_cast<u32>((m * TILES + n) * WARP_LANES * 16); }
+  FG_DEVICE static void unpack(float (&p)[2][4], const Vector16& words) {
+    FG_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      p[i / 2][i % 2 * 2] = low_of(words.word[i], Element{});
+      p[i / 2][i % 2 * 2 + 1] = high_of(words.word[i], Element{});
     }
   }
 };
@@ -494,37 +527,41 @@ struct ProbabilitySide : KeyRows<C, BackwardShape<C>::CHUNKS, BackwardShape<C>::
 
   FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int) {
     const PairMask<C> mask = block.mask_of(rows);
-    PackedScores<C> packed;
+    const Handover<C> handover(block.shared, block.place);
+    PackedScores<C> packed = {};
     if (mask.any_seen) {
       Scores<C> scores;
       this->multiply(scores, rows.q, block.place);
       if (mask.any_hidden) block.hide_in(scores, rows, -infinity());
-      const float scale_log2 = block.params.forward.scale_log2;
-      for_each_word<C>(scores, block.place, rows.lse, [&](int m, int pair, int i, const float* score, float first, float second) {
-        const float low = exp2_approx(fused_multiply_add(score[0], scale_log2, -first));
-        const float high = exp2_approx(fused_multiply_add(score[1], scale_log2, -second));
-        packed.word[m][pair][i] = pack_pair(low, high, Element{});
-      });
+      exponentials(scores, block, rows.lse);
+      if constexpr (C::ROUNDED_HANDOVER) pack<C>(packed, scores);
+      handover.give(scores, packed);
+      if constexpr (!C::ROUNDED_HANDOVER) pack<C>(packed, scores);
     }
-    hand_over(block, packed, mask.any_seen, rows);
+    if constexpr (C::WARPS_ACROSS > 1) handover.tile.store(packed);
+    if (mask.any_seen) barrier_arrive(TWINS + block.place.number, 2 * WARP_LANES);
+    if constexpr (C::WARPS_ACROSS > 1) {
+      barrier_sync(PROBABILITY_SIDE, Shape::SIDE_WARPS * WARP_LANES);
+      this->accumulate(handover.tile.rows(block.place), rows.dout, block.place);
+    } else {
+      if (mask.any_seen) this->accumulate(packed, rows.dout, block.place);
+    }
   }
 
  private:
-  // Where warps share keys, they share the tile of P^T, too.
-  FG_DEVICE void hand_over(const KeyBlock<C>& block, PackedScores<C>& packed, bool any_seen, const RowTile& rows) {
-    const u32 tile = block.shared + Shape::P_AT;
-    if constexpr (C::WARPS_ACROSS == 1) {
-      if (!any_seen) return;
-      HandedOver<C>(tile, block.place).store(packed);
-      barrier_arrive(TWINS + block.place.number, 2 * WARP_LANES);
-      this->accumulate(packed, rows.dout, block.place);
-    } else {
-      if (!any_seen) packed = {};
-      const ScoreTile<C> probabilities(tile, block.place);
-      probabilities.store(packed);
-      barrier_arrive(TWINS + block.place.number, 2 * WARP_LANES);
-      barrier_sync(PROBABILITY_SIDE, Shape::SIDE_WARPS * WARP_LANES);
-      this->accumulate(probabilities.rows(block.place), rows.dout, block.place);
+  FG_DEVICE static void exponentials(Scores<C>& scores, const KeyBlock<C>& block, u32 lse) {
+    const float scale_log2 = block.params.forward.scale_log2;
+    FG_UNROLL
+    for (int pair = 0; pair < Shape::SCORE_TILES / 2; ++pair) {
+      const Vector16 own = statistics_of<C>(block.place, lse, pair);
+      FG_UNROLL
+      for (int m = 0; m < Shape::KEY_TILES; ++m) {
+        FG_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          float& score = scores[m][pair * 2 + i / 4][i % 4];
+          score = exp2_approx(fused_multiply_add(score, scale_log2, -float_from_bits(own.word[i / 4 * 2 + i % 2])));
+        }
+      }
     }
   }
 };
@@ -546,14 +583,9 @@ struct GradientSide : KeyRows<C, BackwardShape<C>::CHUNKS_V, BackwardShape<C>::C
       this->multiply(products, rows.dout, block.place);
       // Products with hidden keys may be anything; with a probability of 0 they must stay finite.
       if (mask.any_hidden) block.hide_in(products, rows, 0.0f);
-      take_over(block, packed);
-      for_each_word<C>(products, block.place, rows.delta, [&](int m, int pair, int i, const float* product, float first, float second) {
-        u32& word = packed.word[m][pair][i];
-        const float low = low_of(word, Element{}) * (product[0] - first), high = high_of(word, Element{}) * (product[1] - second);
-        word = pack_pair(low, high, Element{});
-      });
-    } else if constexpr (C::WARPS_ACROSS > 1) {
       barrier_sync(TWINS + block.place.number, 2 * WARP_LANES);
+      differentiate(products, block, rows.delta);
+      pack<C>(packed, products);
     }
     if constexpr (Shape::GRADIENT_TILES > 0) {
       const ScoreTile<C> gradients(block.gradients(Shape::GRADIENT_TILES == 2 ? step : 0), block.place);
@@ -569,13 +601,22 @@ struct GradientSide : KeyRows<C, BackwardShape<C>::CHUNKS_V, BackwardShape<C>::C
   }
 
  private:
-  FG_DEVICE void take_over(const KeyBlock<C>& block, PackedScores<C>& packed) const {
-    const u32 tile = block.shared + Shape::P_AT;
-    barrier_sync(TWINS + block.place.number, 2 * WARP_LANES);
-    if constexpr (C::WARPS_ACROSS == 1) {
-      HandedOver<C>(tile, block.place).load(packed);
-    } else {
-      ScoreTile<C>(tile, block.place).load(packed);
+  // dP^T becomes dS^T.
+  FG_DEVICE static void differentiate(Scores<C>& products, const KeyBlock<C>& block, u32 delta) {
+    const Handover<C> handover(block.shared, block.place);
+    FG_UNROLL
+    for (int pair = 0; pair < Shape::SCORE_TILES / 2; ++pair) {
+      const Vector16 own = statistics_of<C>(block.place, delta, pair);
+      FG_UNROLL
+      for (int m = 0; m < Shape::KEY_TILES; ++m) {
+        float p[2][4];
+        handover.take(p, m, pair);
+        FG_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          float& product = products[m][pair * 2 + i / 4][i % 4];
+          product = p[i / 4][i % 4] * (product - float_from_bits(own.word[i / 4 * 2 + i % 2]));
+        }
+      }
     }
   }
 };
