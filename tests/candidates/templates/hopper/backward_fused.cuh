@@ -116,6 +116,12 @@ struct FusedBase {
     warp_release(exchange_full(exchanges));
   }
 
+  FG_DEVICE void fence_and_add_staged(int block) const {
+    fence_proxy_async();
+    warp_sync();
+    add_staged(block);
+  }
+
   FG_DEVICE u32 staging() const { return shared + static_cast<u32>(Shape::STAGING + (index * 4 + warp) * WARP_SHARE * 4); }
   // This warp's share of dQ to shared memory, in the order of registers, as soon as the last one has been read.
   template <int REGISTERS>
@@ -128,11 +134,9 @@ struct FusedBase {
       store_shared(staging() + static_cast<u32>(i / 4 * 512 + lane * 16), vector);
     }
   }
-  // And on to the sums of the block, counted over all heads.
+  // And on to the sums of the block, counted over all heads; after a fence by every lane and a meeting of the warp.
   FG_DEVICE void add_staged(int block) const {
-    fence_proxy_async();
-    warp_sync();
-    if (lane == 0) {
+    if (block >= 0 && lane == 0) {
       const RowStatistics to(params.forward);
       bulk_add(to.sums + (static_cast<i64>(block) * 2 + index) * HALF + warp * WARP_SHARE, staging(), WARP_SHARE * 4);
       bulk_commit();
@@ -170,7 +174,8 @@ struct ExactFused : FusedBase<C> {
   u32 packed[Shape::WORDS];                                                                      // P for dV, dS for dK
   typename Base::Statistics statistics;                                                          // lse, then delta
 
-  FG_DEVICE void differentiate() {
+  // dS, packed, to registers and to the exchange; dQ of `staged`, which an older block has left in shared memory, goes behind the same fence.
+  FG_DEVICE void differentiate(int staged) {
     FG_UNROLL
     for (int i = 0; i < Shape::WORDS; ++i) {
       const FourStatistics delta = statistics_of(statistics[i / 4]);
@@ -178,6 +183,7 @@ struct ExactFused : FusedBase<C> {
                             scores[2 * i + 1] * (weights[2 * i + 1] - delta.of(2 * i + 1)), Element{});
     }
     this->exchange(packed);
+    this->add_staged(staged);
     warp_release(this->barrier(Shape::DOUT_EMPTY + this->at.stage));
   }
   FG_DEVICE auto& dq() {
@@ -228,11 +234,11 @@ struct ExactFused : FusedBase<C> {
     product_wait<0>(weights, scores, packed);
   }
 
-  // From dP of the present block to dP of the next, from `row` on; dQ of the last block, if there is one, is added on the way.
-  FG_DEVICE void advance(int key, int row, int last_block) {
+  // From dP of the present block to dP of the next, from `row` on; dQ of the last block, if there is one, is staged on the way.
+  FG_DEVICE void advance(int key, int row, int last_block, int staged) {
     const RingSlot<C::NUM_STAGES> next = this->at.next();
     const u32 last = this->exchanges - 1;
-    differentiate();
+    differentiate(staged);
     this->wait_q(next);
     if (last_block >= 0) this->wait_exchanged(last);
     this->meet_and_take_turn();
@@ -263,15 +269,14 @@ struct ExactFused : FusedBase<C> {
     }
     start_weights();
     this->pass_turn();
-    if (last_block >= 0) this->add_staged(last_block);
     this->load_statistics(statistics, Shape::DELTA, next.stage);
     product_wait<0>(weights, scores, packed);
     ++this->exchanges;
   }
 
-  FG_DEVICE void end(int block, int last_block) {
+  FG_DEVICE void end(int block, int last_block, int staged) {
     const u32 last = this->exchanges - 1;
-    differentiate();
+    differentiate(staged);
     if (last_block >= 0) this->wait_exchanged(last);
     this->meet_and_take_turn();
     add_keys();
@@ -283,7 +288,7 @@ struct ExactFused : FusedBase<C> {
     if (last_block >= 0) {
       warp_release(this->exchange_empty(last));
       this->stage(dq());
-      this->add_staged(last_block);
+      this->fence_and_add_staged(last_block);
     }
     this->wait_exchanged(this->exchanges);
     this->take_turn();
@@ -294,7 +299,7 @@ struct ExactFused : FusedBase<C> {
     warp_release(this->barrier(Shape::KEYS_EMPTY));
     ++this->exchanges;
     this->stage(dq());
-    this->add_staged(block);
+    this->fence_and_add_staged(block);
   }
 
   FG_DEVICE void compute(const KeyTile<C>& place) {
@@ -306,15 +311,16 @@ struct ExactFused : FusedBase<C> {
     for (int i = 0; i < Shape::V_SUMS; ++i) dv[i] = 0.0f;
     if (blocks.walk.left == 0) return;
     begin(key, blocks.row());
-    int last_block = -1;
+    int last_block = -1, staged = -1;
     FG_NO_UNROLL
     while (blocks.walk.left > 1) {
       const int block = blocks.number();
       blocks.advance();
-      advance(key, blocks.row(), last_block);
+      advance(key, blocks.row(), last_block, staged);
+      staged = last_block;
       last_block = block;
     }
-    end(blocks.number(), last_block);
+    end(blocks.number(), last_block, staged);
   }
 };
 
@@ -383,9 +389,9 @@ struct PackedFused : FusedBase<C> {
     restart_product<typename Shape::Weights, Element>(scores, this->own_keys(Shape::V), this->dout_rows(this->at.stage));
     add_product<typename Shape::ValueSums, Element>(dv, packed, this->dout_columns(this->at.stage));
     this->pass_turn();
-    if (older_block >= 0) this->add_staged(older_block);
     product_wait<1>(scores);
     differentiate();
+    this->add_staged(older_block);
     if constexpr (!LAST) this->wait_q(next);
     this->meet_and_take_turn();
     if constexpr (!LAST) start_scores(next.stage);
@@ -412,7 +418,7 @@ struct PackedFused : FusedBase<C> {
     if (last_block >= 0) {
       warp_release(this->exchange_empty(present - 1));
       this->stage(dq);
-      this->add_staged(last_block);
+      this->fence_and_add_staged(last_block);
     }
     this->wait_exchanged(present);
     start_query_sums(this->exchanged_rows(present));
@@ -420,7 +426,7 @@ struct PackedFused : FusedBase<C> {
     warp_release(this->exchange_empty(present));
     warp_release(this->barrier(Shape::KEYS_EMPTY));
     this->stage(dq);
-    this->add_staged(block);
+    this->fence_and_add_staged(block);
   }
 
   FG_DEVICE void compute(const KeyTile<C>& place) {
