@@ -39,7 +39,7 @@ from flashgen.model import DType, ExecutorName, Mask, MaskKind, Problem, Source
 from flashgen.space import BoundSpace
 
 HEAD_DIMS, MASKS, LENGTHS = (256, 128, 64), (Mask(), Mask.causal()), (512, 2048, 8192)
-ROUNDS, REPEATS, CASES = 5, 6, 8
+ROUNDS, REPEATS, CASES = 9, 5, 8
 Call = Callable[[], object]
 
 

@@ -101,6 +101,25 @@ struct FusedBase {
     for (int i = 0; i < Shape::WORDS; ++i) words[i] = pack_pair(values[2 * i], values[2 * i + 1], Element{});
   }
 
+  // Whether no row of the first block sees this warpgroup's keys, as it is for half of the keys on the diagonal of a causal mask.
+  FG_DEVICE bool passes_by(int key, int row, int blocks) const {
+    return C::MASKED && blocks > 1 && SeeingRows::of<C>(params.forward, key, PRODUCT_ROWS).first >= row + C::BLOCK_Q;
+  }
+  // Its part of a block that it passes by: dS is 0.
+  FG_DEVICE void pass_by() {
+    for (int i = 0; i < 2; ++i) {  // the turns of `advance`
+      take_turn();
+      pass_turn();
+    }
+    u32 zeros[Shape::WORDS];
+    FG_UNROLL
+    for (int i = 0; i < Shape::WORDS; ++i) zeros[i] = 0;
+    exchange(zeros);
+    warp_release(barrier(Shape::DOUT_EMPTY + at.stage));
+    at = at.next();
+    ++exchanges;
+  }
+
   // dS^T of this warpgroup's keys, turned, into the present buffer: rows of queries, chunks of 64 keys.
   FG_DEVICE void exchange(const u32 (&gradients)[Shape::WORDS]) const {
     mbarrier_wait(exchange_empty(exchanges), exchanges / 2 % 2 ^ 1);
@@ -174,7 +193,8 @@ struct ExactFused : FusedBase<C> {
   u32 packed[Shape::WORDS];                                                                      // P for dV, dS for dK
   typename Base::Statistics statistics;                                                          // lse, then delta
 
-  // dS, packed, to registers and to the exchange; dQ of `staged`, which an older block has left in shared memory, goes behind the same fence.
+  // dS, packed, to registers and to the exchange; dQ of `staged`, which an older block has left in shared memory, goes behind the same
+  // fence.
   FG_DEVICE void differentiate(int staged) {
     FG_UNROLL
     for (int i = 0; i < Shape::WORDS; ++i) {
@@ -310,8 +330,14 @@ struct ExactFused : FusedBase<C> {
     FG_UNROLL
     for (int i = 0; i < Shape::V_SUMS; ++i) dv[i] = 0.0f;
     if (blocks.walk.left == 0) return;
-    begin(key, blocks.row());
     int last_block = -1, staged = -1;
+    if (this->passes_by(key, blocks.row(), blocks.walk.left)) {
+      warp_release(this->barrier(Shape::Q_EMPTY + this->at.stage));
+      this->pass_by();
+      last_block = blocks.number();
+      blocks.advance();
+    }
+    begin(key, blocks.row());
     FG_NO_UNROLL
     while (blocks.walk.left > 1) {
       const int block = blocks.number();
@@ -441,8 +467,13 @@ struct PackedFused : FusedBase<C> {
     FG_UNROLL
     for (int i = 0; i < Shape::WORDS; ++i) gradients[i] = 0;
     if (blocks.walk.left == 0) return;
-    begin(key, blocks.row());
     int last_block = -1, older_block = -1;
+    if (this->passes_by(key, blocks.row(), blocks.walk.left)) {
+      this->pass_by();  // Q is given back by `advance`
+      last_block = blocks.number();
+      blocks.advance();
+    }
+    begin(key, blocks.row());
     FG_NO_UNROLL
     while (blocks.walk.left > 1) {
       const int block = blocks.number();
