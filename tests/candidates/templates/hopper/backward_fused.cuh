@@ -136,15 +136,27 @@ struct FusedBase {
   }
 
   FG_DEVICE void fence_and_add_staged(int block) const {
+    if constexpr (C::DIRECT) return;
     fence_proxy_async();
     warp_sync();
     add_staged(block);
   }
 
   FG_DEVICE u32 staging() const { return shared + static_cast<u32>(Shape::STAGING + (index * 4 + warp) * WARP_SHARE * 4); }
-  // This warp's share of dQ to shared memory, in the order of registers, as soon as the last one has been read.
+  // Where this warp's share of dQ of a block, counted over all heads, is summed.
+  FG_DEVICE float* share_of(int block) const {
+    return RowStatistics(params.forward).sums + (static_cast<i64>(block) * 2 + index) * HALF + warp * WARP_SHARE;
+  }
+  // This warp's share of dQ of a block, in the order of registers: straight to the sums, or to shared memory as soon as the last one has
+  // been read there.
   template <int REGISTERS>
-  FG_DEVICE void stage(const float (&sums)[REGISTERS]) const {
+  FG_DEVICE void stage(const float (&sums)[REGISTERS], int block) const {
+    if constexpr (C::DIRECT) {
+      float* target = share_of(block) + lane * 4;
+      FG_UNROLL
+      for (int i = 0; i < DQ_REGISTERS; i += 4) add_global(target + i / 4 * 128, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+      return;
+    }
     if (lane == 0) bulk_wait_read<0>();
     warp_sync();
     FG_UNROLL
@@ -153,11 +165,10 @@ struct FusedBase {
       store_shared(staging() + static_cast<u32>(i / 4 * 512 + lane * 16), vector);
     }
   }
-  // And on to the sums of the block, counted over all heads; after a fence by every lane and a meeting of the warp.
+  // And from there on to the sums; after a fence by every lane and a meeting of the warp.
   FG_DEVICE void add_staged(int block) const {
-    if (block >= 0 && lane == 0) {
-      const RowStatistics to(params.forward);
-      bulk_add(to.sums + (static_cast<i64>(block) * 2 + index) * HALF + warp * WARP_SHARE, staging(), WARP_SHARE * 4);
+    if (!C::DIRECT && block >= 0 && lane == 0) {
+      bulk_add(share_of(block), staging(), WARP_SHARE * 4);
       bulk_commit();
     }
   }
@@ -285,7 +296,7 @@ struct ExactFused : FusedBase<C> {
     product_wait<1>(dq());
     if (last_block >= 0) {
       warp_release(this->exchange_empty(last));
-      this->stage(dq());
+      this->stage(dq(), last_block);
     }
     start_weights();
     this->pass_turn();
@@ -307,7 +318,7 @@ struct ExactFused : FusedBase<C> {
     this->at = this->at.next();
     if (last_block >= 0) {
       warp_release(this->exchange_empty(last));
-      this->stage(dq());
+      this->stage(dq(), last_block);
       this->fence_and_add_staged(last_block);
     }
     this->wait_exchanged(this->exchanges);
@@ -318,7 +329,7 @@ struct ExactFused : FusedBase<C> {
     warp_release(this->exchange_empty(this->exchanges));
     warp_release(this->barrier(Shape::KEYS_EMPTY));
     ++this->exchanges;
-    this->stage(dq());
+    this->stage(dq(), block);
     this->fence_and_add_staged(block);
   }
 
@@ -409,7 +420,7 @@ struct PackedFused : FusedBase<C> {
     if (last_block >= 0) warp_release(this->barrier(Shape::Q_EMPTY + (this->at.stage ? this->at.stage : C::NUM_STAGES) - 1));
     if (older_block >= 0) {
       warp_release(this->exchange_empty(last - 1));
-      this->stage(dq);
+      this->stage(dq, older_block);
     }
     this->take_turn();
     restart_product<typename Shape::Weights, Element>(scores, this->own_keys(Shape::V), this->dout_rows(this->at.stage));
@@ -443,7 +454,7 @@ struct PackedFused : FusedBase<C> {
     this->at = this->at.next();
     if (last_block >= 0) {
       warp_release(this->exchange_empty(present - 1));
-      this->stage(dq);
+      this->stage(dq, last_block);
       this->fence_and_add_staged(last_block);
     }
     this->wait_exchanged(present);
@@ -451,7 +462,7 @@ struct PackedFused : FusedBase<C> {
     product_wait<0>(dq, scores, packed);
     warp_release(this->exchange_empty(present));
     warp_release(this->barrier(Shape::KEYS_EMPTY));
-    this->stage(dq);
+    this->stage(dq, block);
     this->fence_and_add_staged(block);
   }
 
@@ -510,7 +521,7 @@ FG_DEVICE void run_fused(Consumer consumer) {
     forget(tile);  // cheaper to find the place again than to keep it in registers
     store_key_gradients<C>(consumer, KeyTile<C>::of(params.forward, tile), consumer.dk, consumer.dv);
   }
-  if (consumer.lane == 0) bulk_wait<0>();
+  if (!C::DIRECT && consumer.lane == 0) bulk_wait<0>();
 }
 
 template <class C>

@@ -14,8 +14,8 @@ struct KeyShape {
   static constexpr int K_BYTES = operand_bytes(C::KEY_ROWS, C::HEAD_DIM), V_BYTES = operand_bytes(C::KEY_ROWS, C::HEAD_DIM_V);
   static constexpr int Q_BYTES = operand_bytes(C::BLOCK_Q, C::HEAD_DIM), DOUT_BYTES = operand_bytes(C::BLOCK_Q, C::HEAD_DIM_V);
   static constexpr int STATISTIC_BYTES = 4 * C::BLOCK_Q;
-  static constexpr int EXCHANGE_BYTES = 2 * C::KEY_ROWS * C::BLOCK_Q;              // dS or P, 16-bit
-  static constexpr int STAGING_BYTES = C::FUSED ? 2 * 64 * C::DQ_COLUMNS * 4 : 0;  // dQ of both warpgroups
+  static constexpr int EXCHANGE_BYTES = 2 * C::KEY_ROWS * C::BLOCK_Q;                            // dS or P, 16-bit
+  static constexpr int STAGING_BYTES = C::FUSED && !C::DIRECT ? 2 * 64 * C::DQ_COLUMNS * 4 : 0;  // dQ of both warpgroups
 
   static constexpr int K = 0, V = K + K_BYTES, Q = V + V_BYTES, DOUT = Q + C::NUM_STAGES * Q_BYTES;
   static constexpr int EXCHANGE = DOUT + C::NUM_STAGES * DOUT_BYTES, STAGING = EXCHANGE + 2 * EXCHANGE_BYTES;
