@@ -525,13 +525,15 @@ struct ProbabilitySide : KeyRows<C, BackwardShape<C>::CHUNKS, BackwardShape<C>::
 
   FG_DEVICE ProbabilitySide(const KeyBlock<C>& block) : KeyRows<C, Shape::CHUNKS, Shape::CHUNKS_V>(block.shared, block.place) {}
 
-  FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int) {
+  // The next copies are started behind the first products, so that the tensor cores are busy meanwhile.
+  FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int, RowRing<C>& ring) {
     const PairMask<C> mask = block.mask_of(rows);
     const Handover<C> handover(block.shared, block.place);
+    Scores<C> scores;
+    if (mask.any_seen) this->multiply(scores, rows.q, block.place);
+    ring.prefetch();
     PackedScores<C> packed = {};
     if (mask.any_seen) {
-      Scores<C> scores;
-      this->multiply(scores, rows.q, block.place);
       if (mask.any_hidden) block.hide_in(scores, rows, -infinity());
       exponentials(scores, block, rows.lse);
       if constexpr (C::ROUNDED_HANDOVER) pack<C>(packed, scores);
@@ -575,12 +577,13 @@ struct GradientSide : KeyRows<C, BackwardShape<C>::CHUNKS_V, BackwardShape<C>::C
 
   FG_DEVICE GradientSide(const KeyBlock<C>& block) : KeyRows<C, Shape::CHUNKS_V, Shape::CHUNKS>(block.shared + Shape::V_AT, block.place) {}
 
-  FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int step) {
+  FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int step, RowRing<C>& ring) {
     const PairMask<C> mask = block.mask_of(rows);
+    Scores<C> products;
+    if (mask.any_seen) this->multiply(products, rows.dout, block.place);
+    ring.prefetch();
     PackedScores<C> packed = {};
     if (mask.any_seen) {
-      Scores<C> products;
-      this->multiply(products, rows.dout, block.place);
       // Products with hidden keys may be anything; with a probability of 0 they must stay finite.
       if (mask.any_hidden) block.hide_in(products, rows, 0.0f);
       barrier_sync(TWINS + block.place.number, 2 * WARP_LANES);
@@ -631,9 +634,8 @@ FG_DEVICE void walk(const KeyBlock<C>& block, RowRing<C>& ring, RowSteps<C> step
     const RowTile rows = steps.at(ring.slot(step));
     copy_async_wait<C::NUM_STAGES - 2>();
     block_sync();
-    ring.prefetch();
     if (!C::TWO_PASS && Side::DQ_FIRST && step > 0) block.add_query_gradients_of(ring.workspace, before, step - 1);
-    side.step(block, rows, step);
+    side.step(block, rows, step, ring);
     if (!C::TWO_PASS && !Side::DQ_FIRST && step > 0) block.add_query_gradients_of(ring.workspace, before, step - 1);
     before = rows;
     steps.advance();
