@@ -36,6 +36,13 @@ void start_shared_product(float (&result)[SIZE], u32 left, u32 right, bool accum
   start_products({result, nullptr, at.left, at.right, Product::COLUMNS, Product::STEPS, accumulate, Product::LEFT_BY_COLUMNS,
                   Product::RIGHT_BY_COLUMNS, is_half<Element>});
 }
+template <class Product, class Element, int SIZE, int WORDS>
+void start_register_product(float (&result)[SIZE], u32 (&left)[WORDS], u32 right, bool accumulate) {
+  static_assert(SIZE >= Product::COLUMNS / 2 && WORDS == 4 * Product::STEPS, "registers of the result, four per step of the left operand");
+  const Descriptors<Product> at(0, right);
+  start_products(
+      {result, left, nullptr, at.right, Product::COLUMNS, Product::STEPS, accumulate, false, Product::RIGHT_BY_COLUMNS, is_half<Element>});
+}
 }  // namespace emu
 
 template <class Product, class Element, int SIZE>
@@ -51,11 +58,16 @@ FG_DEVICE void add_shared_product(float (&result)[SIZE], u32 left, u32 right) {
   emu::start_shared_product<Product, Element>(result, left, right, true);
 }
 template <class Product, class Element, int SIZE, int WORDS>
+FG_DEVICE void start_product(float (&result)[SIZE], u32 (&left)[WORDS], u32 right) {
+  emu::start_register_product<Product, Element>(result, left, right, false);
+}
+template <class Product, class Element, int SIZE, int WORDS>
+FG_DEVICE void restart_product(float (&result)[SIZE], u32 (&left)[WORDS], u32 right) {
+  emu::start_register_product<Product, Element>(result, left, right, false);
+}
+template <class Product, class Element, int SIZE, int WORDS>
 FG_DEVICE void add_product(float (&result)[SIZE], u32 (&left)[WORDS], u32 right) {
-  static_assert(SIZE >= Product::COLUMNS / 2 && WORDS == 4 * Product::STEPS, "registers of the result, four per step of the left operand");
-  const emu::Descriptors<Product> at(0, right);
-  emu::start_products(
-      {result, left, nullptr, at.right, Product::COLUMNS, Product::STEPS, true, false, Product::RIGHT_BY_COLUMNS, emu::is_half<Element>});
+  emu::start_register_product<Product, Element>(result, left, right, true);
 }
 template <int PENDING, class... Registers>
 FG_DEVICE void product_wait(Registers&...) {

@@ -202,7 +202,9 @@ struct ExactFused : FusedBase<C> {
   float dk[Shape::K_SUMS], dv[Shape::V_SUMS], scores[Shape::SCORES], weights[SHARED_REGISTERS];  // S, then P; dP, then dQ of the last block
   float narrow[Base::DQ_REGISTERS];                                                              // dQ, unless it shares
   u32 packed[Shape::WORDS];                                                                      // P for dV, dS for dK
-  typename Base::Statistics statistics;                                                          // lse, then delta
+  static constexpr int K_STEPS = product_steps(C::HEAD_DIM), V_STEPS = product_steps(C::HEAD_DIM_V);
+  u32 own_k[C::KEYS_IN_REGISTERS ? 4 * K_STEPS : 1], own_v[C::KEYS_IN_REGISTERS ? 4 * V_STEPS : 1];  // this warp's rows of K and V
+  typename Base::Statistics statistics;                                                              // lse, then delta
 
   // dS, packed, to registers and to the exchange; dQ of `staged`, which an older block has left in shared memory, goes behind the same
   // fence.
@@ -225,11 +227,42 @@ struct ExactFused : FusedBase<C> {
     }
   }
   FG_DEVICE void start_query_sums(u32 rows) { start_product<typename Base::QuerySums, Element>(dq(), rows, this->key_columns()); }
+  template <int STEPS>
+  FG_DEVICE void load_rows(u32 (&rows)[4 * STEPS], int base) const {
+    FG_UNROLL
+    for (int step = 0; step < STEPS; ++step) {
+      const int row = this->index * PRODUCT_ROWS + this->warp * 16 + this->lane % 16, column = step * PRODUCT_DEPTH + this->lane / 16 * 8;
+      u32 fragment[4];
+      load_matrix_x4(fragment, this->shared + static_cast<u32>(base) + operand_offset(C::KEY_ROWS, row, column));
+      FG_UNROLL
+      for (int i = 0; i < 4; ++i) rows[4 * step + i] = fragment[i];
+    }
+  }
+  FG_DEVICE void wait_keys() {
+    mbarrier_wait(this->barrier(Shape::K_FULL), this->round);
+    if constexpr (C::KEYS_IN_REGISTERS) load_rows<K_STEPS>(own_k, Shape::K);
+  }
+  FG_DEVICE void wait_values() {
+    mbarrier_wait(this->barrier(Shape::V_FULL), this->round);
+    this->round ^= 1;
+    if constexpr (C::KEYS_IN_REGISTERS) load_rows<V_STEPS>(own_v, Shape::V);
+  }
   FG_DEVICE void start_scores(int stage) {
-    start_product<typename Shape::Scores, Element>(scores, this->own_keys(Shape::K), this->q_rows(stage));
+    if constexpr (C::KEYS_IN_REGISTERS) {
+      start_product<RegistersByRows<C::HEAD_DIM, C::BLOCK_Q>, Element>(scores, own_k, this->q_rows(stage));
+    } else {
+      start_product<typename Shape::Scores, Element>(scores, this->own_keys(Shape::K), this->q_rows(stage));
+    }
   }
   FG_DEVICE void start_weights() {
-    if constexpr (SHARES) {
+    if constexpr (C::KEYS_IN_REGISTERS) {
+      using Product = RegistersByRows<C::HEAD_DIM_V, C::BLOCK_Q>;
+      if constexpr (SHARES) {
+        restart_product<Product, Element>(weights, own_v, this->dout_rows(this->at.stage));
+      } else {
+        start_product<Product, Element>(weights, own_v, this->dout_rows(this->at.stage));
+      }
+    } else if constexpr (SHARES) {
       restart_product<typename Shape::Weights, Element>(weights, this->own_keys(Shape::V), this->dout_rows(this->at.stage));
     } else {
       start_product<typename Shape::Weights, Element>(weights, this->own_keys(Shape::V), this->dout_rows(this->at.stage));
@@ -245,7 +278,7 @@ struct ExactFused : FusedBase<C> {
   FG_DEVICE void add_values() { add_product<typename Shape::ValueSums, Element>(dv, packed, this->dout_columns(this->at.stage)); }
 
   FG_DEVICE void begin(int key, int row) {
-    mbarrier_wait(this->barrier(Shape::K_FULL), this->round);
+    wait_keys();
     this->wait_q(this->at);
     this->take_turn();
     start_scores(this->at.stage);
@@ -254,8 +287,7 @@ struct ExactFused : FusedBase<C> {
     this->load_statistics(statistics, Shape::LSE, this->at.stage);
     this->exponentiate(scores, statistics, key, row);
     this->pack(packed, scores);
-    mbarrier_wait(this->barrier(Shape::V_FULL), this->round);
-    this->round ^= 1;
+    wait_values();
     this->wait_dout(this->at);
     this->take_turn();
     start_weights();

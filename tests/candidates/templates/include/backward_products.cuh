@@ -14,6 +14,15 @@ struct RowsByRows {
   FG_DEVICE static constexpr u32 right_step(int i) { return row_operand_step(i, RIGHT_ROWS); }
 };
 
+// The left operand in registers, the depth runs along the rows of the right tile: S^T and dP^T with K and V in registers.
+template <int DEPTH, int RIGHT_ROWS>
+struct RegistersByRows {
+  static constexpr int COLUMNS = RIGHT_ROWS, STEPS = product_steps(DEPTH);
+  static constexpr bool LEFT_BY_COLUMNS = false, RIGHT_BY_COLUMNS = false;
+  FG_DEVICE static constexpr u32 left_step(int) { return 0; }
+  FG_DEVICE static constexpr u32 right_step(int i) { return row_operand_step(i, RIGHT_ROWS); }
+};
+
 // The left operand in registers; the depth runs over the rows of the right tile: dV = P^T dO, dK = dS^T Q, dQ = dS K.
 template <int DEPTH, int WIDTH>
 struct RegistersByColumns {
