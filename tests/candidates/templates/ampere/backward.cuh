@@ -10,8 +10,9 @@
 // dK. So no thread holds more than one of the two sums, each warp owns twice the keys, and every fragment of Q and dO that is loaded from
 // shared memory serves twice the products. While one side is busy with exponentials, the other keeps the tensor cores busy.
 //
-// dQ: all warps multiply the tile of dS of the step before, and add it to float32 sums in global memory, whose order is not defined; a last
-// launch converts them. With TWO_PASS, that launch computes dQ in a loop of its own instead, and equal inputs give equal bits.
+// dQ: all warps multiply a tile of dS, with DELAYED_DQ that of the step before, and add it to float32 sums in global memory, whose order is
+// not defined; a last launch converts them. With TWO_PASS, that launch computes dQ in a loop of its own instead, and equal inputs give
+// equal bits.
 #pragma once
 #include "backward_params.cuh"
 #include "fragments.cuh"
@@ -29,8 +30,8 @@ struct BackwardShape {
   static constexpr int STATISTIC_BYTES = C::BLOCK_Q * 8;  // lse and delta
   static constexpr int STAGE_BYTES = Q_BYTES + DOUT_BYTES + STATISTIC_BYTES;
   static constexpr int SCORE_BYTES = C::BLOCK_KV * RowLayout<CHUNKS_Q>::ROW_BYTES;  // a tile of P^T or dS^T
-  // dS lives until the next step has multiplied it, so dQ needs two; without dQ only warps that share keys read it.
-  static constexpr int GRADIENT_TILES = C::TWO_PASS ? C::WARPS_ACROSS - 1 : 2;
+  // Multiplied one step later, dS needs two tiles; with a second pass for dQ, only warps that share keys read it.
+  static constexpr int GRADIENT_TILES = C::TWO_PASS ? C::WARPS_ACROSS - 1 : C::DELAYED_DQ ? 2 : 1;
   static constexpr int V_AT = K_BYTES, STAGES_AT = V_AT + V_BYTES, P_AT = STAGES_AT + C::NUM_STAGES * STAGE_BYTES;
   static constexpr bool SHARED_P = C::ROUNDED_HANDOVER || C::WARPS_ACROSS > 1;  // P^T in the element type
   static constexpr int HANDED_AT = P_AT + (SHARED_P ? SCORE_BYTES : 0);         // P^T in float32
@@ -55,10 +56,9 @@ struct Workspace {
     statistics = static_cast<float*>(forward.workspace);
     sums = statistics + static_cast<i64>(forward.batch) * forward.heads_q * row_tiles * (2 * C::BLOCK_Q);
   }
-  FG_DEVICE float* statistics_of(int batch_head, int tile) const {
-    return statistics + (static_cast<i64>(batch_head) * row_tiles + tile) * (2 * C::BLOCK_Q);
-  }
-  FG_DEVICE float* sums_of(int batch_head, int tile) const { return sums + (static_cast<i64>(batch_head) * row_tiles + tile) * TILE_SUMS; }
+  FG_DEVICE int number(int batch_head, int tile) const { return batch_head * row_tiles + tile; }  // of a tile, over all heads
+  FG_DEVICE float* statistics_of(int number) const { return statistics + static_cast<i64>(number) * (2 * C::BLOCK_Q); }
+  FG_DEVICE float* sums_of(int number) const { return sums + static_cast<i64>(number) * TILE_SUMS; }
 };
 
 // lse of all rows of a tile, then delta. Among 16 rows, the four that one lane needs of two 8-column tiles lie side by side.
@@ -100,7 +100,7 @@ FG_DEVICE void deltas(const BackwardParams& params) {
   Copy::start(dout_tile, dout + first_row * params.dout_strides.row, params.dout_strides.row, valid_rows, vectors);
   copy_async_commit();
   if constexpr (!C::TWO_PASS) {
-    float* sums = workspace.sums_of(batch_head, tile);
+    float* sums = workspace.sums_of(workspace.number(batch_head, tile));
     for (int i = thread_index() * 4; i < Workspace<C>::TILE_SUMS; i += DeltaConfig<C>::THREADS * 4)
       store_global(reinterpret_cast<Vector16*>(sums + i), Vector16{{0, 0, 0, 0}});
   }
@@ -111,7 +111,7 @@ FG_DEVICE void deltas(const BackwardParams& params) {
   float products[1][2][4];
   row_products<C>(products, o_tile, dout_tile, warp_row, lane);
   if (lane / 8 != lane % 4) return;  // the diagonal lies in eight lanes, two rows each
-  float* statistics = workspace.statistics_of(batch_head, tile);
+  float* statistics = workspace.statistics_of(workspace.number(batch_head, tile));
   FG_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row + half * 8 + lane / 4;
@@ -161,7 +161,7 @@ struct RowRing {
   const int batch;
   const u32 slots;
   const int start;
-  int head, tile, issued, steps;  // of the next copy
+  int steps, head, tile;  // of the next copy
 
   FG_DEVICE RowRing(const BackwardParams& all, int own_batch, int head_kv, int key, u32 shared)
       : params(all),
@@ -173,16 +173,14 @@ struct RowRing {
     const int group = params.forward.heads_q / params.forward.heads_kv;
     head = head_kv * group;
     tile = start;
-    issued = 0;
     steps = group * range.count();
   }
 
   FG_DEVICE u32 slot(int step) const { return slots + static_cast<u32>(step % C::NUM_STAGES * Shape::STAGE_BYTES); }
 
-  FG_DEVICE void prefetch() {
-    if (issued < steps) {
-      copy_rows(slot(issued), tile * C::BLOCK_Q);
-      ++issued;
+  FG_DEVICE void prefetch(int step) {
+    if (step < steps) {
+      copy_rows(slot(step), tile * C::BLOCK_Q);
       if (++tile == range.last) tile = range.first;
       if (tile == start) ++head;
     }
@@ -197,7 +195,7 @@ struct RowRing {
     RowCopy<C, C::BLOCK_Q, C::HEAD_DIM, Shape::CHUNKS>::start(to, q + row * stride, stride, rows, vectors);
     RowCopy<C, C::BLOCK_Q, C::HEAD_DIM_V, Shape::CHUNKS_V>::start(to + Shape::Q_BYTES, dout + row * dout_stride, dout_stride, rows,
                                                                   vectors);
-    const float* statistics = workspace.statistics_of(batch * params.forward.heads_q + head, tile);
+    const float* statistics = workspace.statistics_of(workspace.number(batch * params.forward.heads_q + head, tile));
     const int i = thread_index();
     if (i < Shape::STATISTIC_BYTES / CHUNK_BYTES)
       copy_async_16(to + static_cast<u32>(Shape::Q_BYTES + Shape::DOUT_BYTES + i * CHUNK_BYTES), statistics + i * 4, true);
@@ -206,28 +204,27 @@ struct RowRing {
 
 // The tile of one step: where it came from and where it lies.
 struct RowTile {
-  int batch_head, tile;
+  int tile, number;         // within its head, over all heads
   u32 q, dout, lse, delta;  // shared
 };
 template <class C>
 struct RowSteps {
   using Shape = BackwardShape<C>;
-  const int first, last, start;
-  int batch_head, tile;
+  const int first, last, start, row_tiles;
+  int tile, number;
 
   FG_DEVICE explicit RowSteps(const RowRing<C>& ring)
-      : first(ring.range.first),
-        last(ring.range.last),
-        start(ring.start),
-        batch_head(ring.batch * ring.params.forward.heads_q + ring.head),
-        tile(ring.start) {}
+      : first(ring.range.first), last(ring.range.last), start(ring.start), row_tiles(ring.workspace.row_tiles), tile(ring.start) {
+    number = ring.workspace.number(ring.batch * ring.params.forward.heads_q + ring.head, tile);
+  }
   FG_DEVICE RowTile at(u32 slot) const {
     const u32 statistics = slot + Shape::Q_BYTES + Shape::DOUT_BYTES;
-    return {batch_head, tile, slot, slot + Shape::Q_BYTES, statistics, statistics + C::BLOCK_Q * 4};
+    return {tile, number, slot, slot + Shape::Q_BYTES, statistics, statistics + C::BLOCK_Q * 4};
   }
   FG_DEVICE void advance() {
-    if (++tile == last) tile = first;
-    if (tile == start) ++batch_head;
+    ++tile, ++number;
+    if (tile == last) tile = first, number += first - last;
+    if (tile == start) number += row_tiles;
   }
 };
 
@@ -503,7 +500,9 @@ struct KeyBlock {
   const u32 shared;
   const SidePlace<C> place;
 
-  FG_DEVICE u32 gradients(int step) const { return shared + static_cast<u32>(Shape::GRADIENTS_AT + step % 2 * Shape::SCORE_BYTES); }
+  FG_DEVICE u32 gradients(int step) const {
+    return shared + static_cast<u32>(Shape::GRADIENTS_AT + (Shape::GRADIENT_TILES == 2 ? step % 2 * Shape::SCORE_BYTES : 0));
+  }
   FG_DEVICE PairMask<C> mask_of(const RowTile& rows) const {
     return PairMask<C>(params.forward, rows.tile * C::BLOCK_Q + place.own_row(), place.first_key);
   }
@@ -512,7 +511,7 @@ struct KeyBlock {
     hide<C>(scores, params.forward, place.first_key + place.lane / 4, row, value);
   }
   FG_DEVICE void add_query_gradients_of(const Workspace<C>& workspace, const RowTile& rows, int step) const {
-    add_query_gradients<C>(workspace.sums_of(rows.batch_head, rows.tile), gradients(step), shared);
+    add_query_gradients<C>(workspace.sums_of(rows.number), gradients(step), shared);
   }
 };
 
@@ -526,12 +525,12 @@ struct ProbabilitySide : KeyRows<C, BackwardShape<C>::CHUNKS, BackwardShape<C>::
   FG_DEVICE ProbabilitySide(const KeyBlock<C>& block) : KeyRows<C, Shape::CHUNKS, Shape::CHUNKS_V>(block.shared, block.place) {}
 
   // The next copies are started behind the first products, so that the tensor cores are busy meanwhile.
-  FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int, RowRing<C>& ring) {
+  FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int step, RowRing<C>& ring) {
     const PairMask<C> mask = block.mask_of(rows);
     const Handover<C> handover(block.shared, block.place);
     Scores<C> scores;
     if (mask.any_seen) this->multiply(scores, rows.q, block.place);
-    ring.prefetch();
+    ring.prefetch(step + C::NUM_STAGES - 1);
     PackedScores<C> packed = {};
     if (mask.any_seen) {
       if (mask.any_hidden) block.hide_in(scores, rows, -infinity());
@@ -581,7 +580,7 @@ struct GradientSide : KeyRows<C, BackwardShape<C>::CHUNKS_V, BackwardShape<C>::C
     const PairMask<C> mask = block.mask_of(rows);
     Scores<C> products;
     if (mask.any_seen) this->multiply(products, rows.dout, block.place);
-    ring.prefetch();
+    ring.prefetch(step + C::NUM_STAGES - 1);
     PackedScores<C> packed = {};
     if (mask.any_seen) {
       // Products with hidden keys may be anything; with a probability of 0 they must stay finite.
@@ -591,7 +590,7 @@ struct GradientSide : KeyRows<C, BackwardShape<C>::CHUNKS_V, BackwardShape<C>::C
       pack<C>(packed, products);
     }
     if constexpr (Shape::GRADIENT_TILES > 0) {
-      const ScoreTile<C> gradients(block.gradients(Shape::GRADIENT_TILES == 2 ? step : 0), block.place);
+      const ScoreTile<C> gradients(block.gradients(step), block.place);
       gradients.store(packed);
       if constexpr (C::WARPS_ACROSS > 1) {
         barrier_sync(GRADIENT_SIDE, Shape::SIDE_WARPS * WARP_LANES);
@@ -624,23 +623,28 @@ struct GradientSide : KeyRows<C, BackwardShape<C>::CHUNKS_V, BackwardShape<C>::C
   }
 };
 
-// One side's way through all query tiles. One barrier per step: the tile has landed for everyone, dS of the step before is complete, and
-// everyone is done with the slot that the next copy overwrites.
+// One side's way through all query tiles. One barrier per step: the tile has landed for everyone, everyone is done with the slot that the
+// next copy overwrites, and with DELAYED_DQ the tile of dS of the step before is complete. Otherwise that takes a second barrier.
 template <class C, class Side>
 FG_DEVICE void walk(const KeyBlock<C>& block, RowRing<C>& ring, RowSteps<C> steps, Side& side) {
+  constexpr bool DELAYED = !C::TWO_PASS && C::DELAYED_DQ;
   RowTile before = {0, 0, 0, 0, 0, 0};
   FG_NO_UNROLL
   for (int step = 0; step < ring.steps; ++step) {
     const RowTile rows = steps.at(ring.slot(step));
     copy_async_wait<C::NUM_STAGES - 2>();
     block_sync();
-    if (!C::TWO_PASS && Side::DQ_FIRST && step > 0) block.add_query_gradients_of(ring.workspace, before, step - 1);
+    if (DELAYED && Side::DQ_FIRST && step > 0) block.add_query_gradients_of(ring.workspace, before, step - 1);
     side.step(block, rows, step, ring);
-    if (!C::TWO_PASS && !Side::DQ_FIRST && step > 0) block.add_query_gradients_of(ring.workspace, before, step - 1);
+    if (DELAYED && !Side::DQ_FIRST && step > 0) block.add_query_gradients_of(ring.workspace, before, step - 1);
+    if constexpr (!C::TWO_PASS && !DELAYED) {
+      block_sync();
+      block.add_query_gradients_of(ring.workspace, rows, step);
+    }
     before = rows;
     steps.advance();
   }
-  if (C::TWO_PASS || ring.steps == 0) return;
+  if (!DELAYED || ring.steps == 0) return;
   block_sync();
   block.add_query_gradients_of(ring.workspace, before, ring.steps - 1);
 }
@@ -685,7 +689,7 @@ FG_DEVICE void key_gradients(const BackwardParams& params) {
   copy_keys<C>(forward, at, shared);
   if constexpr (C::KEYS_IN_REGISTERS) copy_async_commit();
   FG_UNROLL
-  for (int step = 0; step < C::NUM_STAGES - 1; ++step) ring.prefetch();
+  for (int step = 0; step < C::NUM_STAGES - 1; ++step) ring.prefetch(step);
   if constexpr (C::KEYS_IN_REGISTERS) {
     copy_async_wait<C::NUM_STAGES - 1>();
     block_sync();
@@ -717,7 +721,7 @@ FG_DEVICE void convert_sums(const BackwardParams& params) {
   Element* dq = head_of<Element>(params.dq, params.dq_strides, batch_head / forward.heads_q, batch_head % forward.heads_q);
   const TargetRows<Element> target = {dq + row * params.dq_strides.row, params.dq_strides.row, forward.seqlen_q - row, C::HEAD_DIM,
                                       forward.vector_access != 0};
-  const float* sums = workspace.sums_of(batch_head, tile) + unit * CHUNKS * 128;
+  const float* sums = workspace.sums_of(workspace.number(batch_head, tile)) + unit * CHUNKS * 128;
   FG_UNROLL
   for (int first = 0; first < CHUNKS; first += TILES) {
     float tiles[1][TILES][4];
@@ -759,7 +763,7 @@ struct QueryRows {
     FG_UNROLL
     for (int r = 0; r < 2 * S::ROW_TILES; ++r) {
       const int own = lane_row + r * 8;
-      const float* statistics = workspace.statistics_of(batch_head, own / C::BLOCK_Q) + statistic_slot(own % C::BLOCK_Q);
+      const float* statistics = workspace.statistics_of(workspace.number(batch_head, own / C::BLOCK_Q)) + statistic_slot(own % C::BLOCK_Q);
       lse[r] = own < forward.seqlen_q ? load_global(statistics) : infinity();
       delta[r] = own < forward.seqlen_q ? load_global(statistics + C::BLOCK_Q) : 0.0f;
     }
