@@ -22,6 +22,8 @@ struct FusedBase {
   static constexpr bool BY_ROWS = C::BLOCK_Q == 2 * PRODUCT_ROWS;  // a warpgroup's half of dQ: 64 rows, else half the columns
   static_assert(BY_ROWS ? C::DQ_COLUMNS == operand_columns(C::HEAD_DIM) : 2 * C::DQ_COLUMNS == operand_columns(C::HEAD_DIM),
                 "halves of dQ");
+  static_assert(Shape::EXCHANGE_BYTES <= Shape::K_BYTES + (C::KEY_STAGES == 1 ? Shape::V_BYTES : 0),
+                "the first dQ reads keys, not what is being loaded");
   static constexpr int DQ_REGISTERS = C::DQ_COLUMNS / 2;
   using QuerySums = RowsByColumns<C::KEY_ROWS, C::BLOCK_Q, C::DQ_COLUMNS>;
   using SharedKeySums = ColumnsByColumns<C::BLOCK_Q, C::HEAD_DIM>;
@@ -31,10 +33,13 @@ struct FusedBase {
   const int index, warp, lane;  // of the warpgroup among the consumers, of the warp in the warpgroup, in the warp
   RingSlot<C::NUM_STAGES> at;   // of Q and dO
   u32 exchanges = 0;            // of dS so far: the buffers take turns
-  u32 round = 0;
+  RingSlot<C::KEY_STAGES> keys;
 
   FG_DEVICE u32 barrier(int which) const { return Shape::barrier(shared, which); }
-  FG_DEVICE u32 own_keys(int base) const { return row_operand(shared + static_cast<u32>(base + index * PRODUCT_ROWS * LINE_BYTES)); }
+  // The present tiles of keys and values, and this warpgroup's rows of them.
+  FG_DEVICE u32 k_tile() const { return shared + static_cast<u32>(Shape::K + keys.stage * Shape::K_BYTES); }
+  FG_DEVICE u32 v_tile() const { return shared + static_cast<u32>(Shape::V + keys.stage * Shape::V_BYTES); }
+  FG_DEVICE u32 own_rows(u32 tile) const { return row_operand(tile + static_cast<u32>(index * PRODUCT_ROWS * LINE_BYTES)); }
   FG_DEVICE u32 q_step(int stage) const { return static_cast<u32>(stage) * descriptor_step(Shape::Q_BYTES); }
   FG_DEVICE u32 dout_step(int stage) const { return static_cast<u32>(stage) * descriptor_step(Shape::DOUT_BYTES); }
   FG_DEVICE u32 q_rows(int stage) const { return row_operand(shared + Shape::Q) + q_step(stage); }
@@ -53,7 +58,7 @@ struct FusedBase {
   }
   FG_DEVICE u32 key_columns() const {
     const int half = C::DQ_COLUMNS == SWIZZLE_COLUMNS ? chunk_bytes(C::KEY_ROWS) : 2 * C::DQ_COLUMNS;  // a chunk, or half a line
-    return column_operand(shared + static_cast<u32>(Shape::K + (BY_ROWS ? 0 : index * half)), C::KEY_ROWS);
+    return column_operand(k_tile() + static_cast<u32>(BY_ROWS ? 0 : index * half), C::KEY_ROWS);
   }
 
   // Turns of the tensor cores go back and forth, so that the exponentials of the two warpgroups do not coincide.
@@ -78,6 +83,10 @@ struct FusedBase {
   FG_DEVICE static u32 buffer_of(u32 exchange) { return exchange % 2; }
   FG_DEVICE u32 exchange_full(u32 exchange) const { return barrier(Shape::EXCHANGE_FULL) + 8 * buffer_of(exchange); }
   FG_DEVICE u32 exchange_empty(u32 exchange) const { return barrier(Shape::EXCHANGE_EMPTY) + 8 * buffer_of(exchange); }
+  FG_DEVICE void release_keys() {
+    warp_release(barrier(Shape::KEYS_EMPTY + keys.stage));
+    keys = keys.next();
+  }
   FG_DEVICE void wait_exchanged(u32 exchange) const { mbarrier_wait(exchange_full(exchange), exchange / 2 % 2); }
 
   using Statistics = Vector16[C::BLOCK_Q / 16];
@@ -228,30 +237,29 @@ struct ExactFused : FusedBase<C> {
   }
   FG_DEVICE void start_query_sums(u32 rows) { start_product<typename Base::QuerySums, Element>(dq(), rows, this->key_columns()); }
   template <int STEPS>
-  FG_DEVICE void load_rows(u32 (&rows)[4 * STEPS], int base) const {
+  FG_DEVICE void load_rows(u32 (&rows)[4 * STEPS], u32 tile) const {
     FG_UNROLL
     for (int step = 0; step < STEPS; ++step) {
       const int row = this->index * PRODUCT_ROWS + this->warp * 16 + this->lane % 16, column = step * PRODUCT_DEPTH + this->lane / 16 * 8;
       u32 fragment[4];
-      load_matrix_x4(fragment, this->shared + static_cast<u32>(base) + operand_offset(C::KEY_ROWS, row, column));
+      load_matrix_x4(fragment, tile + operand_offset(C::KEY_ROWS, row, column));
       FG_UNROLL
       for (int i = 0; i < 4; ++i) rows[4 * step + i] = fragment[i];
     }
   }
   FG_DEVICE void wait_keys() {
-    mbarrier_wait(this->barrier(Shape::K_FULL), this->round);
-    if constexpr (C::KEYS_IN_REGISTERS) load_rows<K_STEPS>(own_k, Shape::K);
+    mbarrier_wait(this->barrier(Shape::K_FULL + this->keys.stage), this->keys.round);
+    if constexpr (C::KEYS_IN_REGISTERS) load_rows<K_STEPS>(own_k, this->k_tile());
   }
   FG_DEVICE void wait_values() {
-    mbarrier_wait(this->barrier(Shape::V_FULL), this->round);
-    this->round ^= 1;
-    if constexpr (C::KEYS_IN_REGISTERS) load_rows<V_STEPS>(own_v, Shape::V);
+    mbarrier_wait(this->barrier(Shape::V_FULL + this->keys.stage), this->keys.round);
+    if constexpr (C::KEYS_IN_REGISTERS) load_rows<V_STEPS>(own_v, this->v_tile());
   }
   FG_DEVICE void start_scores(int stage) {
     if constexpr (C::KEYS_IN_REGISTERS) {
       start_product<RegistersByRows<C::HEAD_DIM, C::BLOCK_Q>, Element>(scores, own_k, this->q_rows(stage));
     } else {
-      start_product<typename Shape::Scores, Element>(scores, this->own_keys(Shape::K), this->q_rows(stage));
+      start_product<typename Shape::Scores, Element>(scores, this->own_rows(this->k_tile()), this->q_rows(stage));
     }
   }
   FG_DEVICE void start_weights() {
@@ -263,9 +271,9 @@ struct ExactFused : FusedBase<C> {
         start_product<Product, Element>(weights, own_v, this->dout_rows(this->at.stage));
       }
     } else if constexpr (SHARES) {
-      restart_product<typename Shape::Weights, Element>(weights, this->own_keys(Shape::V), this->dout_rows(this->at.stage));
+      restart_product<typename Shape::Weights, Element>(weights, this->own_rows(this->v_tile()), this->dout_rows(this->at.stage));
     } else {
-      start_product<typename Shape::Weights, Element>(weights, this->own_keys(Shape::V), this->dout_rows(this->at.stage));
+      start_product<typename Shape::Weights, Element>(weights, this->own_rows(this->v_tile()), this->dout_rows(this->at.stage));
     }
   }
   FG_DEVICE void add_keys() {
@@ -309,7 +317,7 @@ struct ExactFused : FusedBase<C> {
     start_scores(next.stage);
     add_keys();
     // Without a last block the product reads keys, which are there, and its result is not used: no branch may surround a product.
-    start_query_sums(last_block >= 0 ? this->exchanged_rows(last) : row_operand(this->shared));
+    start_query_sums(last_block >= 0 ? this->exchanged_rows(last) : row_operand(this->k_tile()));
     this->pass_turn();
     product_wait<2>(scores);
     this->exponentiate(scores, statistics, key, row);
@@ -343,7 +351,7 @@ struct ExactFused : FusedBase<C> {
     if (last_block >= 0) this->wait_exchanged(last);
     this->meet_and_take_turn();
     add_keys();
-    start_query_sums(last_block >= 0 ? this->exchanged_rows(last) : row_operand(this->shared));
+    start_query_sums(last_block >= 0 ? this->exchanged_rows(last) : row_operand(this->k_tile()));
     this->pass_turn();
     product_wait<0>(dq(), dk, dv);
     warp_release(this->barrier(Shape::Q_EMPTY + this->at.stage));
@@ -359,7 +367,7 @@ struct ExactFused : FusedBase<C> {
     this->pass_turn();
     product_wait<0>(dq(), scores, packed);
     warp_release(this->exchange_empty(this->exchanges));
-    warp_release(this->barrier(Shape::KEYS_EMPTY));
+    this->release_keys();
     ++this->exchanges;
     this->stage(dq(), block);
     this->fence_and_add_staged(block);
@@ -405,7 +413,7 @@ struct PackedFused : FusedBase<C> {
   typename Base::Statistics statistics;
 
   FG_DEVICE void start_scores(int stage) {
-    start_product<typename Shape::Scores, Element>(scores, this->own_keys(Shape::K), this->q_rows(stage));
+    start_product<typename Shape::Scores, Element>(scores, this->own_rows(this->k_tile()), this->q_rows(stage));
   }
   FG_DEVICE void start_query_sums(u32 rows) { start_product<typename Base::QuerySums, Element>(dq, rows, this->key_columns()); }
   FG_DEVICE void add_keys() {
@@ -431,12 +439,11 @@ struct PackedFused : FusedBase<C> {
   }
 
   FG_DEVICE void begin(int key, int row) {
-    mbarrier_wait(this->barrier(Shape::K_FULL), this->round);
+    mbarrier_wait(this->barrier(Shape::K_FULL + this->keys.stage), this->keys.round);
     this->wait_q(this->at);
     start_scores(this->at.stage);
     product_wait<0>(scores);
-    mbarrier_wait(this->barrier(Shape::V_FULL), this->round);
-    this->round ^= 1;
+    mbarrier_wait(this->barrier(Shape::V_FULL + this->keys.stage), this->keys.round);
     exponentiate_block(key, row, this->at.stage);
   }
 
@@ -455,7 +462,7 @@ struct PackedFused : FusedBase<C> {
       this->stage(dq, older_block);
     }
     this->take_turn();
-    restart_product<typename Shape::Weights, Element>(scores, this->own_keys(Shape::V), this->dout_rows(this->at.stage));
+    restart_product<typename Shape::Weights, Element>(scores, this->own_rows(this->v_tile()), this->dout_rows(this->at.stage));
     add_product<typename Shape::ValueSums, Element>(dv, packed, this->dout_columns(this->at.stage));
     this->pass_turn();
     product_wait<1>(scores);
@@ -469,7 +476,7 @@ struct PackedFused : FusedBase<C> {
     warp_release(this->barrier(Shape::DOUT_EMPTY + this->at.stage));
     if (last_block >= 0) this->wait_exchanged(last);
     // Without a last block the product reads keys, which are there, and its result is not used: no branch may surround a product.
-    start_query_sums(last_block >= 0 ? this->exchanged_rows(last) : row_operand(this->shared));
+    start_query_sums(last_block >= 0 ? this->exchanged_rows(last) : row_operand(this->k_tile()));
     this->pass_turn();
     ++this->exchanges;
     if constexpr (!LAST) {
@@ -493,7 +500,7 @@ struct PackedFused : FusedBase<C> {
     start_query_sums(this->exchanged_rows(present));
     product_wait<0>(dq, scores, packed);
     warp_release(this->exchange_empty(present));
-    warp_release(this->barrier(Shape::KEYS_EMPTY));
+    this->release_keys();
     this->stage(dq, block);
     this->fence_and_add_staged(block);
   }

@@ -17,12 +17,13 @@ struct KeyShape {
   static constexpr int EXCHANGE_BYTES = 2 * C::KEY_ROWS * C::BLOCK_Q;                            // dS or P, 16-bit
   static constexpr int STAGING_BYTES = C::FUSED && !C::DIRECT ? 2 * 64 * C::DQ_COLUMNS * 4 : 0;  // dQ of both warpgroups
 
-  static constexpr int K = 0, V = K + K_BYTES, Q = V + V_BYTES, DOUT = Q + C::NUM_STAGES * Q_BYTES;
+  static constexpr int K = 0, V = K + C::KEY_STAGES * K_BYTES, Q = V + C::KEY_STAGES * V_BYTES, DOUT = Q + C::NUM_STAGES * Q_BYTES;
   static constexpr int EXCHANGE = DOUT + C::NUM_STAGES * DOUT_BYTES, STAGING = EXCHANGE + 2 * EXCHANGE_BYTES;
   static constexpr int LSE = STAGING + STAGING_BYTES, DELTA = LSE + C::NUM_STAGES * STATISTIC_BYTES;
   static constexpr int BARRIERS = DELTA + C::NUM_STAGES * STATISTIC_BYTES;
 
-  static constexpr int K_FULL = 0, V_FULL = 1, KEYS_EMPTY = 2, Q_FULL = 3, Q_EMPTY = Q_FULL + C::NUM_STAGES;
+  static constexpr int K_FULL = 0, V_FULL = K_FULL + C::KEY_STAGES, KEYS_EMPTY = V_FULL + C::KEY_STAGES;
+  static constexpr int Q_FULL = KEYS_EMPTY + C::KEY_STAGES, Q_EMPTY = Q_FULL + C::NUM_STAGES;
   static constexpr int DOUT_FULL = Q_EMPTY + C::NUM_STAGES, DOUT_EMPTY = DOUT_FULL + C::NUM_STAGES;
   static constexpr int EXCHANGE_FULL = DOUT_EMPTY + C::NUM_STAGES, EXCHANGE_EMPTY = EXCHANGE_FULL + 2;
   static constexpr int TILE_FULL = EXCHANGE_EMPTY + 2, TILE_EMPTY = TILE_FULL + 2, TILE_WORDS = TILE_EMPTY + 2, END = TILE_WORDS + 1;
@@ -41,9 +42,11 @@ struct KeyShape {
   }
   FG_DEVICE static void initialise(u32 shared) {
     constexpr int WARPS = 8, EXCHANGING_WARPS = C::FUSED ? 8 : 4;
-    mbarrier_init(barrier(shared, K_FULL), 1);
-    mbarrier_init(barrier(shared, V_FULL), 1);
-    mbarrier_init(barrier(shared, KEYS_EMPTY), WARPS);
+    for (int stage = 0; stage < C::KEY_STAGES; ++stage) {
+      mbarrier_init(barrier(shared, K_FULL + stage), 1);
+      mbarrier_init(barrier(shared, V_FULL + stage), 1);
+      mbarrier_init(barrier(shared, KEYS_EMPTY + stage), WARPS);
+    }
     for (int stage = 0; stage < C::NUM_STAGES; ++stage) {
       mbarrier_init(barrier(shared, Q_FULL + stage), 1);
       mbarrier_init(barrier(shared, Q_EMPTY + stage), WARPS);
@@ -134,18 +137,20 @@ FG_DEVICE void produce_keys(const MappedBackwardParams& params, u32 shared) {
   using Shape = KeyShape<C>;
   const ForwardParams& forward = params.problem.forward;
   TileQueue queue = Shape::queue(shared);
-  u32 round = 0;
+  RingSlot<C::KEY_STAGES> at;
   FG_NO_UNROLL
   for (int tile = queue.read_alone(); tile != NO_TILE; tile = queue.read_alone()) {
     const KeyTile<C> place = KeyTile<C>::of(forward, tile);
     if (BlockRange<C>(forward, place.key, C::KEY_ROWS).count == 0) continue;
-    const u32 k_full = Shape::barrier(shared, Shape::K_FULL), v_full = Shape::barrier(shared, Shape::V_FULL);
-    mbarrier_wait(Shape::barrier(shared, Shape::KEYS_EMPTY), round ^ 1);
+    const u32 k_full = Shape::barrier(shared, Shape::K_FULL + at.stage), v_full = Shape::barrier(shared, Shape::V_FULL + at.stage);
+    mbarrier_wait(Shape::barrier(shared, Shape::KEYS_EMPTY + at.stage), at.round ^ 1);
     mbarrier_expect(k_full, Shape::K_BYTES);
-    load_tile<C::KEY_ROWS, C::HEAD_DIM>(shared + Shape::K, &params.k, k_full, place.key, place.head_kv, place.batch);
+    load_tile<C::KEY_ROWS, C::HEAD_DIM>(shared + Shape::K + at.stage * Shape::K_BYTES, &params.k, k_full, place.key, place.head_kv,
+                                        place.batch);
     mbarrier_expect(v_full, Shape::V_BYTES);
-    load_tile<C::KEY_ROWS, C::HEAD_DIM_V>(shared + Shape::V, &params.v, v_full, place.key, place.head_kv, place.batch);
-    round ^= 1;
+    load_tile<C::KEY_ROWS, C::HEAD_DIM_V>(shared + Shape::V + at.stage * Shape::V_BYTES, &params.v, v_full, place.key, place.head_kv,
+                                          place.batch);
+    at = at.next();
   }
 }
 

@@ -19,11 +19,11 @@ struct SplitRole {
   const int warp, lane;  // of the warp in the warpgroup, in the warp
   RingSlot<C::NUM_STAGES> q, dout;
   RingSlot<2> exchange;
-  u32 round = 0;
+  RingSlot<C::KEY_STAGES> keys;
 
   FG_DEVICE u32 barrier(int which) const { return Shape::barrier(shared, which); }
-  FG_DEVICE u32 k_rows() const { return row_operand(shared + Shape::K); }
-  FG_DEVICE u32 v_rows() const { return row_operand(shared + Shape::V); }
+  FG_DEVICE u32 k_rows() const { return row_operand(shared + Shape::K) + static_cast<u32>(keys.stage) * descriptor_step(Shape::K_BYTES); }
+  FG_DEVICE u32 v_rows() const { return row_operand(shared + Shape::V) + static_cast<u32>(keys.stage) * descriptor_step(Shape::V_BYTES); }
   FG_DEVICE u32 q_step() const { return static_cast<u32>(q.stage) * descriptor_step(Shape::Q_BYTES); }
   FG_DEVICE u32 dout_step() const { return static_cast<u32>(dout.stage) * descriptor_step(Shape::DOUT_BYTES); }
   FG_DEVICE u32 q_rows() const { return row_operand(shared + Shape::Q) + q_step(); }
@@ -35,6 +35,11 @@ struct SplitRole {
   FG_DEVICE void wait_dout() const { mbarrier_wait(barrier(Shape::DOUT_FULL + dout.stage), dout.round); }
   FG_DEVICE void release_q(int stage) const { warp_release(barrier(Shape::Q_EMPTY + stage)); }
   FG_DEVICE void release_dout(int stage) const { warp_release(barrier(Shape::DOUT_EMPTY + stage)); }
+
+  FG_DEVICE void release_keys() {
+    warp_release(barrier(Shape::KEYS_EMPTY + keys.stage));
+    keys = keys.next();
+  }
 
   // This thread's place in the present exchange buffer.
   FG_DEVICE u32 exchanged() const {
@@ -100,8 +105,7 @@ struct ValueRole : SplitRole<C> {
     FG_UNROLL
     for (int i = 0; i < Shape::V_SUMS; ++i) sums[i] = 0.0f;
     if (walk.left > 0) {
-      mbarrier_wait(this->barrier(Shape::K_FULL), this->round);
-      this->round ^= 1;
+      mbarrier_wait(this->barrier(Shape::K_FULL + this->keys.stage), this->keys.round);
       start_scores();
       product_wait<0>(scores);
       exponentiate(place.key, walk.block * C::BLOCK_Q);
@@ -117,7 +121,7 @@ struct ValueRole : SplitRole<C> {
         pack();
         walk.advance();
       }
-      warp_release(this->barrier(Shape::KEYS_EMPTY));
+      this->release_keys();
       start_sums();
       finish_sums();
     }
@@ -176,8 +180,7 @@ struct KeyRole : SplitRole<C> {
     FG_UNROLL
     for (int i = 0; i < Shape::K_SUMS; ++i) sums[i] = 0.0f;
     if (left > 0) {
-      mbarrier_wait(this->barrier(Shape::V_FULL), this->round);
-      this->round ^= 1;
+      mbarrier_wait(this->barrier(Shape::V_FULL + this->keys.stage), this->keys.round);
       start_weights();
       product_wait<0>(weights);
       differentiate();
@@ -191,7 +194,7 @@ struct KeyRole : SplitRole<C> {
         finish_sums();
         pack();
       }
-      warp_release(this->barrier(Shape::KEYS_EMPTY));
+      this->release_keys();
       start_sums();
       finish_sums();
     }
