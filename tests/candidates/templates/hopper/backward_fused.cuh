@@ -10,6 +10,7 @@ namespace fg {
 
 enum Scheme : int {
   SCHEME_EXACT = 0,   // P stays float32 till dS is computed; dP and dQ take turns in one array of registers
+  SCHEME_SERIAL = 2,  // P stays float32; every array is used up before the next product needs its registers
   SCHEME_PACKED = 1,  // P is read again from its rounded form, since dP takes the registers of S
 };
 
@@ -19,13 +20,16 @@ struct FusedBase {
   using Element = typename C::Element;
   static constexpr int TURN = 1;                                                    // named barriers, one per warpgroup
   static constexpr int HALF = PRODUCT_ROWS * C::DQ_COLUMNS, WARP_SHARE = HALF / 4;  // floats of dQ of a block
-  static constexpr bool BY_ROWS = C::BLOCK_Q == 2 * PRODUCT_ROWS;  // a warpgroup's half of dQ: 64 rows, else half the columns
-  static_assert(BY_ROWS ? C::DQ_COLUMNS == operand_columns(C::HEAD_DIM) : 2 * C::DQ_COLUMNS == operand_columns(C::HEAD_DIM),
+  // A warpgroup's half of dQ: 64 rows, or half the columns, or 64 columns transposed.
+  static constexpr bool BY_ROWS = !C::TURNED && C::BLOCK_Q == 2 * PRODUCT_ROWS;
+  static_assert(C::TURNED ? C::DQ_COLUMNS == C::BLOCK_Q && chunks_of(C::HEAD_DIM) == 2
+                          : C::DQ_COLUMNS * (BY_ROWS ? 1 : 2) == operand_columns(C::HEAD_DIM) && C::BLOCK_Q % PRODUCT_ROWS == 0,
                 "halves of dQ");
   static_assert(Shape::EXCHANGE_BYTES <= Shape::K_BYTES + (C::KEY_STAGES == 1 ? Shape::V_BYTES : 0),
                 "the first dQ reads keys, not what is being loaded");
   static constexpr int DQ_REGISTERS = C::DQ_COLUMNS / 2;
   using QuerySums = RowsByColumns<C::KEY_ROWS, C::BLOCK_Q, C::DQ_COLUMNS>;
+  using TurnedQuerySums = ColumnsByRows<C::KEY_ROWS, C::BLOCK_Q>;
   using SharedKeySums = ColumnsByColumns<C::BLOCK_Q, C::HEAD_DIM>;
 
   const BackwardParams& params;
@@ -57,8 +61,18 @@ struct FusedBase {
     return column_operand(shared + static_cast<u32>(first), C::BLOCK_Q) + buffer_of(exchanges) * descriptor_step(Shape::EXCHANGE_BYTES);
   }
   FG_DEVICE u32 key_columns() const {
-    const int half = C::DQ_COLUMNS == SWIZZLE_COLUMNS ? chunk_bytes(C::KEY_ROWS) : 2 * C::DQ_COLUMNS;  // a chunk, or half a line
+    const int half = chunks_of(C::HEAD_DIM) == 2 ? chunk_bytes(C::KEY_ROWS) : 2 * C::DQ_COLUMNS;  // a chunk, or half a line
     return column_operand(k_tile() + static_cast<u32>(BY_ROWS ? 0 : index * half), C::KEY_ROWS);
+  }
+
+  // This warpgroup's half of dQ of a block, from an exchange.
+  template <int REGISTERS>
+  FG_DEVICE void sum_queries(float (&sums)[REGISTERS], u32 rows) const {
+    if constexpr (C::TURNED) {
+      restart_product<TurnedQuerySums, Element>(sums, key_columns(), rows);
+    } else {
+      restart_product<QuerySums, Element>(sums, rows, key_columns());
+    }
   }
 
   // Turns of the tensor cores go back and forth, so that the exponentials of the two warpgroups do not coincide.
@@ -537,6 +551,139 @@ struct PackedFused : FusedBase<C> {
   }
 };
 
+// Products and what is computed from them alternate: S beside the end of dK, exponentials beside dP, the exchange beside dV, staging beside
+// dK. At every point at most dK, dV, two arrays of a block and one packed array are alive, so that blocks may be longer than 64 rows.
+template <class C>
+struct SerialFused : FusedBase<C> {
+  using Base = FusedBase<C>;
+  using Shape = KeyShape<C>;
+  using Element = typename C::Element;
+  static_assert(Base::DQ_REGISTERS <= Shape::SCORES, "dP and dQ share registers");
+  // S of the next block is computed beside dK, if registers suffice: all that is under way between two drains counts.
+  static constexpr bool OVERLAPS = C::BLOCK_Q <= 64 || C::KEYS_FROM_SHARED;
+  float dk[Shape::K_SUMS], dv[Shape::V_SUMS], scores[Shape::SCORES], weights[Shape::SCORES];  // S, then P; dP, then dS, then dQ
+  u32 packed[Shape::WORDS], gradients[Shape::WORDS];                                          // P and dS
+
+  FG_DEVICE void start_scores(int stage) {
+    start_product<typename Shape::Scores, Element>(scores, this->own_rows(this->k_tile()), this->q_rows(stage));
+  }
+  FG_DEVICE void start_weights() {
+    start_product<typename Shape::Weights, Element>(weights, this->own_rows(this->v_tile()), this->dout_rows(this->at.stage));
+  }
+  FG_DEVICE void add_keys() {
+    if constexpr (C::KEYS_FROM_SHARED) {
+      add_shared_product<typename Base::SharedKeySums, Element>(dk, this->own_exchanged(), this->q_columns(this->at.stage));
+    } else {
+      add_product<typename Shape::KeySums, Element>(dk, gradients, this->q_columns(this->at.stage));
+    }
+  }
+  FG_DEVICE void differentiate() {
+    typename Base::Statistics statistics;
+    this->load_statistics(statistics, Shape::DELTA, this->at.stage);
+    FG_UNROLL
+    for (int i = 0; i < Shape::SCORES; ++i) weights[i] = scores[i] * (weights[i] - statistics_of(statistics[i / 8]).of(i));
+  }
+  FG_DEVICE void exponentiate_block(int key, int row) {
+    typename Base::Statistics statistics;
+    this->load_statistics(statistics, Shape::LSE, this->at.stage);
+    this->exponentiate(scores, statistics, key, row);
+  }
+
+  FG_DEVICE void begin() {
+    mbarrier_wait(this->barrier(Shape::K_FULL + this->keys.stage), this->keys.round);
+    this->wait_q(this->at);
+    start_scores(this->at.stage);
+    mbarrier_wait(this->barrier(Shape::V_FULL + this->keys.stage), this->keys.round);
+  }
+
+  // From S of the present block to S of the next, unless this is the LAST; dQ of the last block, if there is one, is staged on the way.
+  template <bool LAST>
+  FG_DEVICE void advance(int key, int row, int last_block, int staged) {
+    const RingSlot<C::NUM_STAGES> next = this->at.next();
+    const u32 last = this->exchanges - 1;
+    this->wait_dout(this->at);
+    product_wait<0>(scores);
+    this->take_turn();
+    start_weights();
+    this->pass_turn();
+    exponentiate_block(key, row);
+    product_wait<0>(scores, weights);
+    differentiate();
+    this->pack(packed, scores);
+    this->pack(gradients, weights);
+    add_product<typename Shape::ValueSums, Element>(dv, packed, this->dout_columns(this->at.stage));
+    this->exchange(gradients);
+    this->add_staged(staged);
+    if (last_block >= 0) this->wait_exchanged(last);
+    this->meet_and_take_turn();
+    // Without a last block the product reads keys, which are there, and its result is not used: no branch may surround a product.
+    this->sum_queries(weights, last_block >= 0 ? this->exchanged_rows(last) : row_operand(this->k_tile()));
+    add_keys();
+    this->pass_turn();
+    product_wait<2>(packed);
+    warp_release(this->barrier(Shape::DOUT_EMPTY + this->at.stage));
+    product_wait<1>(weights);
+    if (last_block >= 0) {
+      warp_release(this->exchange_empty(last));
+      this->stage(weights, last_block);
+    }
+    if constexpr (LAST) {
+      product_wait<0>(weights, dk, dv);
+    } else if constexpr (OVERLAPS) {
+      this->wait_q(next);
+      start_scores(next.stage);
+      product_wait<1>(gradients);
+    } else {
+      product_wait<0>(gradients);
+      this->wait_q(next);
+      start_scores(next.stage);
+    }
+    warp_release(this->barrier(Shape::Q_EMPTY + this->at.stage));
+    this->at = next;
+    ++this->exchanges;
+  }
+
+  FG_DEVICE void end(int block, int last_block) {
+    const u32 present = this->exchanges - 1;
+    this->fence_and_add_staged(last_block);
+    this->wait_exchanged(present);
+    this->sum_queries(weights, this->exchanged_rows(present));
+    product_wait<0>(weights, scores, packed);
+    warp_release(this->exchange_empty(present));
+    this->release_keys();
+    this->stage(weights, block);
+    this->fence_and_add_staged(block);
+  }
+
+  FG_DEVICE void compute(const KeyTile<C>& place) {
+    SummedBlocks<C> blocks(this->params.forward, place);
+    const int key = place.key + this->index * PRODUCT_ROWS;
+    FG_UNROLL
+    for (int i = 0; i < Shape::K_SUMS; ++i) dk[i] = 0.0f;
+    FG_UNROLL
+    for (int i = 0; i < Shape::V_SUMS; ++i) dv[i] = 0.0f;
+    if (blocks.walk.left == 0) return;
+    int last_block = -1, staged = -1;
+    if (this->passes_by(key, blocks.row(), blocks.walk.left)) {
+      warp_release(this->barrier(Shape::Q_EMPTY + this->at.stage));
+      this->pass_by();
+      last_block = blocks.number();
+      blocks.advance();
+    }
+    begin();
+    FG_NO_UNROLL
+    while (blocks.walk.left > 1) {
+      const int block = blocks.number();
+      this->template advance<false>(key, blocks.row(), last_block, staged);
+      blocks.advance();
+      staged = last_block;
+      last_block = block;
+    }
+    this->template advance<true>(key, blocks.row(), last_block, staged);
+    end(blocks.number(), last_block);
+  }
+};
+
 template <class C>
 FG_DEVICE void store_key_gradients(const FusedBase<C>& at, const KeyTile<C>& place, const float (&dk)[KeyShape<C>::K_SUMS],
                                    const float (&dv)[KeyShape<C>::V_SUMS]) {
@@ -567,6 +714,8 @@ template <class C>
 FG_DEVICE void fused_consumers(const BackwardParams& params, u32 shared, int warpgroup, int warp, int lane) {
   if constexpr (C::SCHEME == SCHEME_EXACT) {
     run_fused<C>(ExactFused<C>{{params, shared, warpgroup, warp, lane}});
+  } else if constexpr (C::SCHEME == SCHEME_SERIAL) {
+    run_fused<C>(SerialFused<C>{{params, shared, warpgroup, warp, lane}});
   } else {
     run_fused<C>(PackedFused<C>{{params, shared, warpgroup, warp, lane}});
   }
@@ -574,24 +723,66 @@ FG_DEVICE void fused_consumers(const BackwardParams& params, u32 shared, int war
 
 // The sums of dQ, scaled and rounded: a CTA per block, a warpgroup per half.
 template <class C>
-FG_DEVICE void round_query_sums(const BackwardParams& params) {
+struct QueryRounding {
   using Base = FusedBase<C>;
   using Element = typename C::Element;
-  const ForwardParams& forward = params.forward;
-  const int blocks = ceil_div(forward.seqlen_q, C::BLOCK_Q), head = static_cast<int>(block_index() / blocks);
-  const int half = thread_index() / 128, warp = thread_index() / WARP_LANES % 4, lane = thread_index() % WARP_LANES;
-  const float* from = RowStatistics(forward).sums + (block_index() * 2 + half) * Base::HALF + warp * Base::WARP_SHARE + lane * 4;
-  float sums[Base::DQ_REGISTERS];
-  FG_UNROLL
-  for (int i = 0; i < Base::DQ_REGISTERS; i += 4) {
-    const Vector16 vector = load_global(reinterpret_cast<const Vector16*>(from + i / 4 * 128));
-    FG_UNROLL
-    for (int j = 0; j < 4; ++j) sums[i + j] = float_from_bits(vector.word[j]);
+  static constexpr int PITCH =
+      operand_columns(C::HEAD_DIM) * 2 + CHUNK_BYTES;  // bytes; a chunk more, so that rows begin in different banks
+  static_assert(!C::TURNED || PITCH * C::BLOCK_Q == C::ROUND_SHARED_BYTES,
+                "the layout of shared memory is the formula of the search space");
+  const BackwardParams& params;
+  const int half, warp, lane;  // of the block, of the warp in the half, in the warp
+  int batch, head, row;
+
+  FG_DEVICE explicit QueryRounding(const BackwardParams& given)
+      : params(given), half(thread_index() / 128), warp(thread_index() / WARP_LANES % 4), lane(thread_index() % WARP_LANES) {
+    const int blocks = ceil_div(params.forward.seqlen_q, C::BLOCK_Q), batch_head = static_cast<int>(block_index() / blocks);
+    batch = batch_head / params.forward.heads_q;
+    head = batch_head - batch * params.forward.heads_q;
+    row = static_cast<int>(block_index() % blocks) * C::BLOCK_Q;
   }
-  const int row = static_cast<int>(block_index() % blocks) * C::BLOCK_Q + (Base::BY_ROWS ? half * PRODUCT_ROWS : 0) + warp * 16 + lane / 4;
-  const int column = Base::BY_ROWS ? 0 : half * C::DQ_COLUMNS;
-  const GradientHead<Element> dq(params.dq, params.dq_strides, head / forward.heads_q, head % forward.heads_q, forward.seqlen_q);
-  dq.template store<C::DQ_COLUMNS>(sums, params.scale, row, column, C::HEAD_DIM, lane);
-}
+
+  FG_DEVICE void run() const {
+    const float* from = RowStatistics(params.forward).sums + (block_index() * 2 + half) * Base::HALF + warp * Base::WARP_SHARE + lane * 4;
+    float sums[Base::DQ_REGISTERS];
+    FG_UNROLL
+    for (int i = 0; i < Base::DQ_REGISTERS; i += 4) {
+      const Vector16 vector = load_global(reinterpret_cast<const Vector16*>(from + i / 4 * 128));
+      FG_UNROLL
+      for (int j = 0; j < 4; ++j) sums[i + j] = float_from_bits(vector.word[j]);
+    }
+    const GradientHead<Element> dq(params.dq, params.dq_strides, batch, head, params.forward.seqlen_q);
+    if constexpr (C::TURNED) {
+      turn(sums);
+      block_sync();
+      copy_rows(dq);
+    } else {
+      const int first = row + (Base::BY_ROWS ? half * PRODUCT_ROWS : 0) + warp * 16 + lane / 4;
+      dq.template store<C::DQ_COLUMNS>(sums, params.scale, first, Base::BY_ROWS ? 0 : half * C::DQ_COLUMNS, C::HEAD_DIM, lane);
+    }
+  }
+
+ private:
+  // Columns by rows in registers, rows of columns in shared memory.
+  FG_DEVICE void turn(const float (&sums)[Base::DQ_REGISTERS]) const {
+    const int column = half * SWIZZLE_COLUMNS + warp * 16 + lane / 8 % 2 * 8;
+    const u32 target = dynamic_shared() + static_cast<u32>((lane / 16 * 8 + lane % 8) * PITCH + column * 2);
+    FG_UNROLL
+    for (int i = 0; i < Base::DQ_REGISTERS; i += 8) {
+      u32 fragment[4];
+      FG_UNROLL
+      for (int j = 0; j < 4; ++j) fragment[j] = pack_pair(sums[i + 2 * j] * params.scale, sums[i + 2 * j + 1] * params.scale, Element{});
+      store_matrix_x4_transposed(target + static_cast<u32>(i / 8 * 16 * PITCH), fragment);
+    }
+  }
+  FG_DEVICE void copy_rows(const GradientHead<Element>& dq) const {
+    constexpr int CHUNKS = C::HEAD_DIM / CHUNK_ELEMENTS;
+    for (int i = thread_index(); i < C::BLOCK_Q * CHUNKS; i += 256) {
+      const int r = i / CHUNKS, chunk = i % CHUNKS;
+      if (row + r >= dq.rows) break;
+      dq.store_chunk(row + r, chunk * CHUNK_ELEMENTS, load_shared<Vector16>(dynamic_shared() + static_cast<u32>(r * PITCH + chunk * 16)));
+    }
+  }
+};
 
 }  // namespace fg

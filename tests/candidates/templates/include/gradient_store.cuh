@@ -42,6 +42,14 @@ struct GradientHead {
         rows(row_count),
         aligned(rows_are_aligned(tensor, strides, 2)) {}
 
+  FG_DEVICE void store_chunk(int row, int column, const Vector16& vector) const {
+    Element* target = first + row * row_stride + column;
+    if (aligned) {
+      store_global(reinterpret_cast<Vector16*>(target), vector);
+    } else {
+      scatter_16(target, vector);
+    }
+  }
   // COLUMNS columns from `column` on, but none from `end` on, of the rows `row` and `row` + 8 that this lane takes part in.
   template <int COLUMNS, int REGISTERS>
   FG_DEVICE void store(const float (&sums)[REGISTERS], float factor, int row, int column, int end, int lane) const {
@@ -59,13 +67,7 @@ struct GradientHead {
         gather_row(word, lane);
         const int tile = start + lane % 4;
         if (row + 8 * r >= rows || tile >= TILES || column + tile * 8 >= end) continue;
-        Element* target = first + (row + 8 * r) * row_stride + column + tile * 8;
-        const Vector16 vector = {{word[0], word[1], word[2], word[3]}};
-        if (aligned) {
-          store_global(reinterpret_cast<Vector16*>(target), vector);
-        } else {
-          scatter_16(target, vector);
-        }
+        store_chunk(row + 8 * r, column + tile * 8, Vector16{{word[0], word[1], word[2], word[3]}});
       }
     }
   }
