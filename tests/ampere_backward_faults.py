@@ -12,7 +12,7 @@ SUMS, PASS = False, True
 FAULTS = (
     ("only dq is wrong, by the scale", "store_tiles(tiles, target, unit * 16, first, params.scale, lane);", "store_tiles(tiles, target, unit * 16, first, 1.0f, lane);", NONE, SUMS),
     ("only dq of the second pass is wrong, by the scale", "store_tiles(rows.sums, target, own_row, 0, params.scale, lane);", "store_tiles(rows.sums, target, own_row, 0, 1.0f, lane);", NONE, PASS),
-    ("dk lacks the scale", "block.place, params.scale);", "block.place, 1.0f);", NONE, SUMS),
+    ("dk lacks the scale", "side.store(dk_rows, block.place, params.scale);", "side.store(dk_rows, block.place, 1.0f);", NONE, SUMS),
     ("delta is missing", "(product - float_from_bits(own.word[i / 4 * 2 + i % 2]))", "product", NONE, SUMS),
     ("delta is missing in the second pass", "p[1] * (dp[1] - d)", "p[1] * dp[1]", NONE, PASS),
     ("delta is taken from the other half of the products", "lane / 4 % 2 ? products[0][half][half * 2 + 1] : products[0][half][half * 2];", "products[0][half][half * 2];", NONE, SUMS),

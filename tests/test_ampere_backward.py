@@ -31,10 +31,11 @@ from flashgen.space import Space
 DEVICE = preset("h200")
 MASKS = (NONE, CAUSAL, WINDOW)
 SMALL = {
-    "two_pass": False, "block_q": 32, "block_kv": 32, "num_warps": 4, "warps_across": 1, "num_stages": 2, "keys_in_registers": False,
+    "two_pass": False, "block_q": 32, "block_kv": 32, "num_warps": 4, "num_sides": 2, "joint_rows": 32, "warps_across": 1, "num_stages": 2, "keys_in_registers": False,
     "rounded_handover": False, "tile_order": 0, "delayed_dq": True, "staggered": True, "pass_block_q": 64, "pass_block_kv": 32, "pass_warps": 4, "pass_stages": 2,
 }  # fmt: skip
 PASS = {"two_pass": True, "rounded_handover": True, "pass_block_q": 32, "pass_block_kv": 16, "pass_warps": 2}
+JOINT = {"num_sides": 1, "joint_rows": 16, "block_kv": 64, "delayed_dq": False}
 ACROSS = {"delayed_dq": False, "warps_across": 2, "num_warps": 8, "block_kv": 64, "block_q": 64}
 
 
@@ -58,7 +59,7 @@ def made(
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("changes", [{}, PASS, {"delayed_dq": False}], ids=["sums", "second_pass", "at_once"])
+@pytest.mark.parametrize("changes", [{}, PASS, JOINT], ids=["sums", "second_pass", "joint"])
 def test_every_gradient_is_within_the_bound(space: Space, changes: dict[str, int | bool], mask: Mask) -> None:
     source, chosen = made(space, changes, mask, DType.FLOAT16 if mask == CAUSAL else DType.BFLOAT16)
     assert not first_failure(space, source, DEVICE, chosen, [emulated(live_ctas=3)])

@@ -5,10 +5,11 @@
 //
 //   dV = P^T dO      dK = scale dS^T Q      dQ = scale dS K
 //
-// A CTA owns BLOCK_KV keys and walks over the query rows that see them, head by head of the group. Its warps are split in two sides. The
+// A CTA owns BLOCK_KV keys and walks over the query rows that see them, head by head of the group. Its warps may be split in two sides. The
 // probability side computes S^T, P^T and sums dV; the gradient side computes dP^T, takes P^T over from its twin on the other side, and sums
 // dK. So no thread holds more than one of the two sums, each warp owns twice the keys, and every fragment of Q and dO that is loaded from
-// shared memory serves twice the products. While one side is busy with exponentials, the other keeps the tensor cores busy.
+// shared memory serves twice the products. While one side is busy with exponentials, the other keeps the tensor cores busy. With one side,
+// every warp does both, for JOINT_ROWS query rows at a time: P^T never leaves its registers, which suits small head dims.
 //
 // dQ: all warps multiply a tile of dS, with DELAYED_DQ that of the step before, and add it to float32 sums in global memory, whose order is
 // not defined; a last launch converts them. With TWO_PASS, that launch computes dQ in a loop of its own instead, and equal inputs give
@@ -33,13 +34,17 @@ struct BackwardShape {
   // Multiplied one step later, dS needs two tiles; with a second pass for dQ, only warps that share keys read it.
   static constexpr int GRADIENT_TILES = C::TWO_PASS ? C::WARPS_ACROSS - 1 : C::DELAYED_DQ ? 2 : 1;
   static constexpr int V_AT = K_BYTES, STAGES_AT = V_AT + V_BYTES, P_AT = STAGES_AT + C::NUM_STAGES * STAGE_BYTES;
-  static constexpr bool SHARED_P = C::ROUNDED_HANDOVER || C::WARPS_ACROSS > 1;  // P^T in the element type
-  static constexpr int HANDED_AT = P_AT + (SHARED_P ? SCORE_BYTES : 0);         // P^T in float32
-  static constexpr int GRADIENTS_AT = HANDED_AT + (C::ROUNDED_HANDOVER ? 0 : C::BLOCK_KV * C::BLOCK_Q * 4);
+  static constexpr bool SPLIT = C::NUM_SIDES == 2;
+  static constexpr bool SHARED_P = SPLIT && (C::ROUNDED_HANDOVER || C::WARPS_ACROSS > 1);  // P^T in the element type
+  static constexpr bool HANDED_P = SPLIT && !C::ROUNDED_HANDOVER;                          // P^T in float32
+  static constexpr int HANDED_AT = P_AT + (SHARED_P ? SCORE_BYTES : 0);
+  static constexpr int GRADIENTS_AT = HANDED_AT + (HANDED_P ? C::BLOCK_KV * C::BLOCK_Q * 4 : 0);
   static_assert(GRADIENTS_AT + GRADIENT_TILES * SCORE_BYTES == C::SHARED_BYTES, "the layout of shared memory is the formula of the space");
 
-  static constexpr int SIDE_WARPS = C::NUM_WARPS / 2, WARPS_DOWN = SIDE_WARPS / C::WARPS_ACROSS;  // keys down, rows or columns across
-  static constexpr int KEYS_PER_WARP = C::BLOCK_KV / WARPS_DOWN, ROWS_PER_WARP = C::BLOCK_Q / C::WARPS_ACROSS;
+  static constexpr int SIDE_WARPS = C::NUM_WARPS / C::NUM_SIDES;
+  static constexpr int WARPS_DOWN = SIDE_WARPS / C::WARPS_ACROSS;  // keys down, rows or columns across
+  static constexpr int KEYS_PER_WARP = C::BLOCK_KV / WARPS_DOWN;
+  static constexpr int ROWS_PER_WARP = SPLIT ? C::BLOCK_Q / C::WARPS_ACROSS : C::JOINT_ROWS;  // whose scores it holds at a time
   static constexpr int KEY_TILES = KEYS_PER_WARP / 16, SCORE_TILES = ROWS_PER_WARP / 8;
   static_assert(KEYS_PER_WARP % 16 == 0 && ROWS_PER_WARP % 16 == 0, "warps hold whole products");
 };
@@ -245,6 +250,12 @@ struct SidePlace {
   }
   FG_DEVICE int own_key() const { return down * Shape::KEYS_PER_WARP; }  // within the tile
   FG_DEVICE int own_row() const { return across * Shape::ROWS_PER_WARP; }
+  // With one side: the same keys, the part-th rows of the tile.
+  FG_DEVICE SidePlace part(int number_of_part) const {
+    SidePlace place = *this;
+    place.across = number_of_part;
+    return place;
+  }
 };
 
 template <class C>
@@ -410,6 +421,55 @@ struct Handover {
   }
 };
 
+// P^T that stays where it is.
+template <class C>
+struct KeptProbabilities {
+  const Scores<C>& scores;
+
+  FG_DEVICE void take(float (&p)[2][4], int m, int pair) const {
+    FG_UNROLL
+    for (int i = 0; i < 8; ++i) p[i / 4][i % 4] = scores[m][pair * 2 + i / 4][i % 4];
+  }
+};
+
+// S^T becomes P^T.
+template <class C>
+FG_DEVICE void exponentials(Scores<C>& scores, float scale_log2, const SidePlace<C>& place, u32 lse) {
+  using Shape = BackwardShape<C>;
+  FG_UNROLL
+  for (int pair = 0; pair < Shape::SCORE_TILES / 2; ++pair) {
+    const Vector16 own = statistics_of<C>(place, lse, pair);
+    FG_UNROLL
+    for (int m = 0; m < Shape::KEY_TILES; ++m) {
+      FG_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        float& score = scores[m][pair * 2 + i / 4][i % 4];
+        score = exp2_approx(fused_multiply_add(score, scale_log2, -float_from_bits(own.word[i / 4 * 2 + i % 2])));
+      }
+    }
+  }
+}
+
+// dP^T becomes dS^T.
+template <class C, class Probabilities>
+FG_DEVICE void differentiate(Scores<C>& products, const Probabilities& probabilities, const SidePlace<C>& place, u32 delta) {
+  using Shape = BackwardShape<C>;
+  FG_UNROLL
+  for (int pair = 0; pair < Shape::SCORE_TILES / 2; ++pair) {
+    const Vector16 own = statistics_of<C>(place, delta, pair);
+    FG_UNROLL
+    for (int m = 0; m < Shape::KEY_TILES; ++m) {
+      float p[2][4];
+      probabilities.take(p, m, pair);
+      FG_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        float& product = products[m][pair * 2 + i / 4][i % 4];
+        product = p[i / 4][i % 4] * (product - float_from_bits(own.word[i / 4 * 2 + i % 2]));
+      }
+    }
+  }
+}
+
 enum BarrierId : int { PROBABILITY_SIDE = 1, GRADIENT_SIDE = 2, TWINS = 3 };  // twins: one each, TWINS + number
 
 // The keys of one warp on either side: K or V against Q or dO, and the sums of dV or dK.
@@ -438,9 +498,9 @@ struct KeyRows {
   // sums += left times own columns of a query tile.
   template <class Left>
   FG_DEVICE void accumulate(const Left& left, u32 tile, const SidePlace<C>& place) {
-    FragmentCursor<SUM_CHUNKS> right(tile, place.lane % 16, place.lane / 16);
+    FragmentCursor<SUM_CHUNKS> right(tile, (Shape::SPLIT ? 0 : place.own_row()) + place.lane % 16, place.lane / 16);
     if constexpr (C::WARPS_ACROSS > 1) right.start = right.at(0, place.across * SUM_TILES);
-    accumulate_rows<Element, C::BLOCK_Q / 16>(sums, left, right);
+    accumulate_rows<Element, (Shape::SPLIT ? C::BLOCK_Q : Shape::ROWS_PER_WARP) / 16>(sums, left, right);
   }
   FG_DEVICE void store(const TargetRows<Element>& target, const SidePlace<C>& place, float factor) const {
     store_tiles(sums, target, place.own_key(), place.across * SUM_TILES, factor, place.lane);
@@ -503,12 +563,11 @@ struct KeyBlock {
   FG_DEVICE u32 gradients(int step) const {
     return shared + static_cast<u32>(Shape::GRADIENTS_AT + (Shape::GRADIENT_TILES == 2 ? step % 2 * Shape::SCORE_BYTES : 0));
   }
-  FG_DEVICE PairMask<C> mask_of(const RowTile& rows) const {
-    return PairMask<C>(params.forward, rows.tile * C::BLOCK_Q + place.own_row(), place.first_key);
+  FG_DEVICE PairMask<C> mask_of(const RowTile& rows, const SidePlace<C>& at) const {
+    return PairMask<C>(params.forward, rows.tile * C::BLOCK_Q + at.own_row(), at.first_key);
   }
-  FG_DEVICE void hide_in(Scores<C>& scores, const RowTile& rows, float value) const {
-    const int row = rows.tile * C::BLOCK_Q + place.own_row() + place.lane % 4 * 2;
-    hide<C>(scores, params.forward, place.first_key + place.lane / 4, row, value);
+  FG_DEVICE void hide_in(Scores<C>& scores, const RowTile& rows, const SidePlace<C>& at, float value) const {
+    hide<C>(scores, params.forward, at.first_key + at.lane / 4, rows.tile * C::BLOCK_Q + at.own_row() + at.lane % 4 * 2, value);
   }
   FG_DEVICE void add_query_gradients_of(const Workspace<C>& workspace, const RowTile& rows, int step) const {
     add_query_gradients<C>(workspace.sums_of(rows.number), gradients(step), shared);
@@ -526,15 +585,15 @@ struct ProbabilitySide : KeyRows<C, BackwardShape<C>::CHUNKS, BackwardShape<C>::
 
   // The next copies are started behind the first products, so that the tensor cores are busy meanwhile.
   FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int step, RowRing<C>& ring) {
-    const PairMask<C> mask = block.mask_of(rows);
+    const PairMask<C> mask = block.mask_of(rows, block.place);
     const Handover<C> handover(block.shared, block.place);
     Scores<C> scores;
     if (mask.any_seen) this->multiply(scores, rows.q, block.place);
     ring.prefetch(step + C::NUM_STAGES - 1);
     PackedScores<C> packed = {};
     if (mask.any_seen) {
-      if (mask.any_hidden) block.hide_in(scores, rows, -infinity());
-      exponentials(scores, block, rows.lse);
+      if (mask.any_hidden) block.hide_in(scores, rows, block.place, -infinity());
+      exponentials<C>(scores, block.params.forward.scale_log2, block.place, rows.lse);
       if constexpr (C::ROUNDED_HANDOVER) pack<C>(packed, scores);
       handover.give(scores, packed);
       if constexpr (!C::ROUNDED_HANDOVER) pack<C>(packed, scores);
@@ -546,23 +605,6 @@ struct ProbabilitySide : KeyRows<C, BackwardShape<C>::CHUNKS, BackwardShape<C>::
       this->accumulate(handover.tile.rows(block.place), rows.dout, block.place);
     } else {
       if (mask.any_seen) this->accumulate(packed, rows.dout, block.place);
-    }
-  }
-
- private:
-  FG_DEVICE static void exponentials(Scores<C>& scores, const KeyBlock<C>& block, u32 lse) {
-    const float scale_log2 = block.params.forward.scale_log2;
-    FG_UNROLL
-    for (int pair = 0; pair < Shape::SCORE_TILES / 2; ++pair) {
-      const Vector16 own = statistics_of<C>(block.place, lse, pair);
-      FG_UNROLL
-      for (int m = 0; m < Shape::KEY_TILES; ++m) {
-        FG_UNROLL
-        for (int i = 0; i < 8; ++i) {
-          float& score = scores[m][pair * 2 + i / 4][i % 4];
-          score = exp2_approx(fused_multiply_add(score, scale_log2, -float_from_bits(own.word[i / 4 * 2 + i % 2])));
-        }
-      }
     }
   }
 };
@@ -577,16 +619,16 @@ struct GradientSide : KeyRows<C, BackwardShape<C>::CHUNKS_V, BackwardShape<C>::C
   FG_DEVICE GradientSide(const KeyBlock<C>& block) : KeyRows<C, Shape::CHUNKS_V, Shape::CHUNKS>(block.shared + Shape::V_AT, block.place) {}
 
   FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int step, RowRing<C>& ring) {
-    const PairMask<C> mask = block.mask_of(rows);
+    const PairMask<C> mask = block.mask_of(rows, block.place);
     Scores<C> products;
     if (mask.any_seen) this->multiply(products, rows.dout, block.place);
     ring.prefetch(step + C::NUM_STAGES - 1);
     PackedScores<C> packed = {};
     if (mask.any_seen) {
       // Products with hidden keys may be anything; with a probability of 0 they must stay finite.
-      if (mask.any_hidden) block.hide_in(products, rows, 0.0f);
+      if (mask.any_hidden) block.hide_in(products, rows, block.place, 0.0f);
       barrier_sync(TWINS + block.place.number, 2 * WARP_LANES);
-      differentiate(products, block, rows.delta);
+      differentiate<C>(products, Handover<C>(block.shared, block.place), block.place, rows.delta);
       pack<C>(packed, products);
     }
     if constexpr (Shape::GRADIENT_TILES > 0) {
@@ -601,24 +643,43 @@ struct GradientSide : KeyRows<C, BackwardShape<C>::CHUNKS_V, BackwardShape<C>::C
       if (mask.any_seen) this->accumulate(packed, rows.q, block.place);
     }
   }
+};
 
- private:
-  // dP^T becomes dS^T.
-  FG_DEVICE static void differentiate(Scores<C>& products, const KeyBlock<C>& block, u32 delta) {
-    const Handover<C> handover(block.shared, block.place);
+// Both sides in one warp.
+template <class C>
+struct BothSides {
+  using Shape = BackwardShape<C>;
+  static constexpr bool DQ_FIRST = true;
+  KeyRows<C, Shape::CHUNKS, Shape::CHUNKS_V> of_probabilities;
+  KeyRows<C, Shape::CHUNKS_V, Shape::CHUNKS> of_gradients;
+
+  FG_DEVICE BothSides(const KeyBlock<C>& block)
+      : of_probabilities(block.shared, block.place), of_gradients(block.shared + Shape::V_AT, block.place) {}
+
+  FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int step, RowRing<C>& ring) {
     FG_UNROLL
-    for (int pair = 0; pair < Shape::SCORE_TILES / 2; ++pair) {
-      const Vector16 own = statistics_of<C>(block.place, delta, pair);
-      FG_UNROLL
-      for (int m = 0; m < Shape::KEY_TILES; ++m) {
-        float p[2][4];
-        handover.take(p, m, pair);
-        FG_UNROLL
-        for (int i = 0; i < 8; ++i) {
-          float& product = products[m][pair * 2 + i / 4][i % 4];
-          product = p[i / 4][i % 4] * (product - float_from_bits(own.word[i / 4 * 2 + i % 2]));
+    for (int part = 0; part < C::BLOCK_Q / Shape::ROWS_PER_WARP; ++part) {
+      const SidePlace<C> place = block.place.part(part);
+      const PairMask<C> mask = block.mask_of(rows, place);
+      Scores<C> scores;
+      if (mask.any_seen) of_probabilities.multiply(scores, rows.q, place);
+      if (part == 0) ring.prefetch(step + C::NUM_STAGES - 1);
+      PackedScores<C> packed = {};
+      if (mask.any_seen) {
+        Scores<C> products;
+        of_gradients.multiply(products, rows.dout, place);
+        if (mask.any_hidden) {
+          block.hide_in(scores, rows, place, -infinity());
+          block.hide_in(products, rows, place, 0.0f);
         }
+        exponentials<C>(scores, block.params.forward.scale_log2, place, rows.lse);
+        pack<C>(packed, scores);
+        of_probabilities.accumulate(packed, rows.dout, place);
+        differentiate<C>(products, KeptProbabilities<C>{scores}, place, rows.delta);
+        pack<C>(packed, products);
       }
+      if constexpr (Shape::GRADIENT_TILES > 0) ScoreTile<C>(block.gradients(step), place).store(packed);
+      if (mask.any_seen) of_gradients.accumulate(packed, rows.q, place);
     }
   }
 };
@@ -694,16 +755,23 @@ FG_DEVICE void key_gradients(const BackwardParams& params) {
     copy_async_wait<C::NUM_STAGES - 1>();
     block_sync();
   }
-  if (thread_index() < C::THREADS / 2) {
+  Element* dk = head_of<Element>(params.dk, params.dk_strides, at.batch, at.head_kv) + at.first_key * params.dk_strides.row;
+  Element* dv = head_of<Element>(params.dv, params.dv_strides, at.batch, at.head_kv) + at.first_key * params.dv_strides.row;
+  const TargetRows<Element> dk_rows = {dk, params.dk_strides.row, rows, C::HEAD_DIM, vectors};
+  const TargetRows<Element> dv_rows = {dv, params.dv_strides.row, rows, C::HEAD_DIM_V, vectors};
+  if constexpr (C::NUM_SIDES == 1) {
+    BothSides<C> sides(block);
+    walk<C>(block, ring, steps, sides);
+    sides.of_gradients.store(dk_rows, block.place, params.scale);
+    sides.of_probabilities.store(dv_rows, block.place, 1.0f);
+  } else if (thread_index() < C::THREADS / 2) {
     ProbabilitySide<C> side(block);
     walk<C>(block, ring, steps, side);
-    Element* dv = head_of<Element>(params.dv, params.dv_strides, at.batch, at.head_kv) + at.first_key * params.dv_strides.row;
-    side.store({dv, params.dv_strides.row, rows, C::HEAD_DIM_V, vectors}, block.place, 1.0f);
+    side.store(dv_rows, block.place, 1.0f);
   } else {
     GradientSide<C> side(block);
     walk<C>(block, ring, steps, side);
-    Element* dk = head_of<Element>(params.dk, params.dk_strides, at.batch, at.head_kv) + at.first_key * params.dk_strides.row;
-    side.store({dk, params.dk_strides.row, rows, C::HEAD_DIM, vectors}, block.place, params.scale);
+    side.store(dk_rows, block.place, params.scale);
   }
 }
 
