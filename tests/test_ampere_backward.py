@@ -31,8 +31,9 @@ from flashgen.space import Space
 DEVICE = preset("h200")
 MASKS = (NONE, CAUSAL, WINDOW)
 SMALL = {
-    "two_pass": False, "block_q": 32, "block_kv": 32, "num_warps": 4, "num_sides": 2, "joint_rows": 32, "warps_across": 1, "num_stages": 2, "keys_in_registers": False,
-    "rounded_handover": False, "tile_order": 0, "delayed_dq": True, "staggered": True, "pass_block_q": 64, "pass_block_kv": 32, "pass_warps": 4, "pass_stages": 2,
+    "two_pass": False, "block_q": 32, "block_kv": 32, "num_warps": 4, "num_sides": 2, "joint_rows": 32, "warps_across": 1, "num_stages": 2,
+    "keys_in_registers": False, "rounded_handover": False, "tile_order": 0, "delayed_dq": True, "staggered": True,
+    "pass_block_q": 64, "pass_block_kv": 32, "pass_warps": 4, "pass_stages": 2,
 }  # fmt: skip
 PASS = {"two_pass": True, "rounded_handover": True, "pass_block_q": 32, "pass_block_kv": 16, "pass_warps": 2}
 JOINT = {"num_sides": 1, "joint_rows": 16, "block_kv": 64, "delayed_dq": False}
