@@ -42,7 +42,7 @@ FG_DEVICE void key_gradients(const MappedBackwardParams& params) {
 template <class C>
 FG_DEVICE void query_gradients(const MappedBackwardParams& params) {
   if constexpr (C::FUSED) {
-    QueryRounding<C>(params.problem).run();
+    round_query_sums<C>(params.problem);
   } else {
     gradients_of_queries<C>(params);
   }

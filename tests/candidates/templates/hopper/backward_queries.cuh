@@ -197,6 +197,17 @@ struct QueryConsumer {
     keys = keys.next();
   }
 
+  FG_DEVICE void pass_by(int tiles) {
+    FG_NO_UNROLL
+    for (int i = 0; i < tiles; ++i) {
+      mbarrier_wait(barrier(Shape::K_FULL + keys.stage), keys.round);
+      warp_release(barrier(Shape::K_EMPTY + keys.stage));
+      keys = keys.next();
+      mbarrier_wait(barrier(Shape::V_FULL + values.stage), values.round);
+      release_values();
+    }
+  }
+
   FG_DEVICE void load_statistics(const QueryTile<C>& place, int row) {
     const RowStatistics from(params.forward);
     const i64 first = first_statistic(params.forward, place.batch, place.head);
@@ -215,13 +226,19 @@ struct QueryConsumer {
     load_statistics(place, row);
     mbarrier_wait(barrier(Shape::ROWS_FULL), round);
     round ^= 1;
-    if (range.count() > 0) {
-      begin(own, row, range.first);
+    // Tiles of the CTA that only the other warpgroup sees are given back unread.
+    const bool has_rows = first_row < params.forward.seqlen_q;
+    const int first = has_rows ? minimum(maximum(own.first, range.first), range.last) : range.last;
+    const int last = maximum(first, minimum(own.last, range.last));
+    pass_by(first - range.first);
+    if (last > first) {
+      begin(own, row, first);
       FG_NO_UNROLL
-      for (int tile = range.first + 1; tile < range.last; ++tile) advance(own, row, tile);
+      for (int tile = first + 1; tile < last; ++tile) advance(own, row, tile);
     }
     warp_release(barrier(Shape::ROWS_EMPTY));
-    if (range.count() > 0) end();
+    if (last > first) end();
+    pass_by(range.last - last);
     const GradientHead<Element> dq(params.dq, params.dq_strides, place.batch, place.head, params.forward.seqlen_q);
     dq.template store<C::HEAD_DIM>(sums, params.scale, row, 0, C::HEAD_DIM, lane);
   }

@@ -13,10 +13,10 @@ constexpr int ROW_PADDING = 128;  // at least a block of query rows
 
 FG_DEVICE constexpr int padded_rows(int rows) { return (ceil_div(rows, ROW_PADDING) + 1) * ROW_PADDING; }
 
+FG_DEVICE constexpr int statistic_place(int row) { return (row & ~15) | (row >> 1 & 3) << 2 | (row >> 3 & 1) << 1 | (row & 1); }
+
 // Columns of dq, padded to whole chunks.
 FG_DEVICE constexpr int operand_columns(int columns) { return chunks_of(columns) * SWIZZLE_COLUMNS; }
-
-FG_DEVICE constexpr int statistic_place(int row) { return (row & ~15) | (row >> 1 & 3) << 2 | (row >> 3 & 1) << 1 | (row & 1); }
 
 struct RowStatistics {
   float *lse, *delta, *sums;  // of all heads; the sums of dq come behind
@@ -26,6 +26,12 @@ struct RowStatistics {
     lse = static_cast<float*>(forward.workspace);
     delta = lse + rows;
     sums = delta + rows;
+  }
+  // How many tiles of keys have added their share to the sums of each head.
+  template <class C>
+  FG_DEVICE u32* finished(const ForwardParams& forward) const {
+    const i64 blocks = static_cast<i64>(forward.batch) * forward.heads_q * ceil_div(forward.seqlen_q, C::BLOCK_Q);
+    return reinterpret_cast<u32*>(sums + blocks * C::BLOCK_Q * operand_columns(C::HEAD_DIM));
   }
 };
 FG_DEVICE i64 first_statistic(const ForwardParams& forward, int batch, int head) {
