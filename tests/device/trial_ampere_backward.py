@@ -1,6 +1,6 @@
 """First contact of the ampere backward family (tests/candidates) with a GPU: gradients, then times beside FlashAttention 2.
 
-    python tests/device/trial_ampere_backward.py OUT.json [VARIANTS] [HEAD_DIM …] [--lengths N,N] [--masks full,causal] [--two-pass]
+    python tests/device/trial_ampere_backward.py OUT.json [VARIANTS] [HEAD_DIM] [--lengths N,N] [--masks NAME,NAME] [--two-pass] [--designs]
 
 For each head dim and mask: the seeds and a random sample of VARIANTS feasible variants are compiled side by side and judged on cases around
 their tile edges; everything exact is timed interleaved with torch's SDPA flash backend through autograd, and its gradients at full size are
@@ -37,7 +37,9 @@ from flashgen.space import BoundSpace, Space
 FAMILY, PEER = "ampere_backward", "fa2"
 HEAD_DIMS, LENGTHS = (128, 64, 256), (512, 1024, 2048, 4096, 8192, 16384)
 MASKS = {"full": Mask(), "causal": Mask.causal()}
-ROUNDS, TIMED, FEW_CASES = 8, 4, 6
+ROUNDS, TIMED, FEW_CASES = 8, 4, 3
+PLAIN = {"num_stages": 2, "tile_order": 0, "staggered": False, "delayed_dq": True, "pass_stages": 2}
+"""With --designs, the sample comes from variants with these values: they refine a design rather than make one."""
 
 
 class OnDevice:
@@ -121,6 +123,7 @@ class Trial:
     stopwatch: bench.DeviceStopwatch
     count: int
     two_pass: bool
+    designs: bool
 
     def bound(self, problem: Problem) -> BoundSpace:
         return self.space.bind(problem, runtime.present_limits(self.executor.gpu))
@@ -128,7 +131,8 @@ class Trial:
     def built(self, problem: Problem) -> list[tuple[Source, Compiled]]:
         """Seeds first, then a sample; what does not compile or spills too much is reported and left out."""
         bound = self.bound(problem)
-        feasible = [each for each in bound.feasible() if each.as_dict()["two_pass"] == self.two_pass]
+        wanted = {"two_pass": self.two_pass, **(PLAIN if self.designs else {})}
+        feasible = [each for each in bound.feasible() if wanted.items() <= each.as_dict().items()]
         seeds = [each for each in bound.seeds() if each.as_dict()["two_pass"] == self.two_pass]
         chosen = dict.fromkeys([*seeds, *random.Random(2).sample(feasible, min(self.count, len(feasible)))])
         sources = [backward_source(self.space, problem, variant) for variant in chosen]
@@ -191,7 +195,7 @@ class Trial:
 
 def main(options: argparse.Namespace, space: Space) -> None:
     gpu, rows = Gpu(0), list[dict[str, Any]]()
-    trial = Trial(DeviceExecutor(gpu), space, bench.DeviceStopwatch(gpu), options.variants, options.two_pass)
+    trial = Trial(DeviceExecutor(gpu), space, bench.DeviceStopwatch(gpu), options.variants, options.two_pass, options.designs)
     for head_dim in options.head_dims or HEAD_DIMS:
         for name in options.masks.split(","):
             print(f"d{head_dim} {name}", flush=True)
@@ -210,5 +214,6 @@ if __name__ == "__main__":
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--masks", default=",".join(MASKS))
     parser.add_argument("--two-pass", action="store_true")
+    parser.add_argument("--designs", action="store_true")
     with tempfile.TemporaryDirectory() as folder, templates_with_candidates(Path(folder)):
         main(parser.parse_args(), candidate_space(FAMILY))
