@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+import hopper_backward_faults as faults
 import pytest
 from backward_kernels import cases_of, first_failure, templates_with_candidates
 from hopper_backward_kernels import MASKS, HopperBackward, cases_for, emulated, hopper_space, problem_of
@@ -16,10 +18,13 @@ from flashgen.model import DType, Mask, Problem, Source
 
 FEW_SMS = replace(preset("h200"), sm_count=3)  # several tiles per CTA already in small problems
 SPLIT = {
-    "fused": False, "block_q": 32, "num_stages": 2, "key_stages": 1, "block_kv": 32, "kv_stages": 2, "order": 0, "turned": False, "direct": False, "ping_pong": False,
-    "keys_in_registers": False, "keys_from_shared": False, "rotate": False, "pin": False, "rounds": False, "head_section": 1,
+    "fused": False, "block_q": 32, "num_stages": 3, "key_stages": 1, "block_kv": 32, "kv_stages": 2, "order": 0, "turned": False,
+    "direct": False, "ping_pong": False, "keys_in_registers": False, "keys_from_shared": False, "rotate": False, "pin": False,
+    "rounds": False, "head_section": 1,
 }  # fmt: skip
-FUSED = SPLIT | {"fused": True, "block_q": 64, "ping_pong": True, "keys_from_shared": True}
+OVERLAPPED = SPLIT | {"fused": True, "block_q": 64, "num_stages": 2, "block_kv": 64, "ping_pong": True}
+SERIAL = SPLIT | {"fused": True, "num_stages": 2, "block_kv": 64, "order": 1, "turned": True, "rounds": True}
+VARIANTS = {faults.SPLIT: (SPLIT, (64, 64)), faults.OVERLAPPED: (OVERLAPPED, (64, 64)), faults.SERIAL: (SERIAL, (128, 128))}
 SLOW = pytest.mark.slow
 
 
@@ -35,21 +40,31 @@ def of(hopper: HopperBackward, values: dict[str, int], dims: tuple[int, int], ma
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_gradients_of_a_split_variant_are_within_the_bound(hopper: HopperBackward, mask: Mask) -> None:
-    problem, source = of(hopper, SPLIT, (64, 64), mask, DType.BFLOAT16)
-    chosen = cases_for(cases_of(problem, SPLIT["block_q"], SPLIT["block_kv"]))
+@pytest.mark.parametrize("mask", [*MASKS[:2], pytest.param(MASKS[2], marks=SLOW)], ids=str)
+@pytest.mark.parametrize("name", [faults.SPLIT, *(pytest.param(name, marks=SLOW) for name in (faults.OVERLAPPED, faults.SERIAL))])
+def test_gradients_are_within_the_bound(hopper: HopperBackward, name: str, mask: Mask) -> None:
+    values, dims = VARIANTS[name]
+    problem, source = of(hopper, values, dims, mask, DType.BFLOAT16)
+    chosen = cases_for(cases_of(problem, values["block_q"], values["block_kv"]))
     assert not first_failure(hopper.space, source, FEW_SMS, chosen, [emulated(hopper)])
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize(
-    "mask", [MASKS[0], pytest.param(MASKS[1], marks=pytest.mark.slow), pytest.param(MASKS[2], marks=pytest.mark.slow)], ids=str
-)
-def test_gradients_of_a_fused_variant_are_within_the_bound(hopper: HopperBackward, mask: Mask) -> None:
-    problem, source = of(hopper, FUSED, (128, 128), mask, DType.BFLOAT16)
-    chosen = cases_for(cases_of(problem, FUSED["block_q"], FUSED["block_kv"]))
-    assert not first_failure(hopper.space, source, FEW_SMS, chosen, [emulated(hopper)])
+    ("what", "old", "new", "mask", "name"),
+    [
+        pytest.param(*fault, id=fault[0].replace(" ", "-"), marks=() if n % 8 == 7 else SLOW) for n, fault in enumerate(faults.FAULTS)
+    ],
+)  # fmt: skip
+def test_a_fault_in_the_candidate_is_rejected(hopper: HopperBackward, what: str, old: str, new: str, mask: Mask, name: str) -> None:
+    values, dims = VARIANTS[name]
+    problem, source = of(hopper, values, dims, mask, DType.BFLOAT16)
+    pattern = re.compile(r"\s+".join(re.escape(word) for word in old.split()))
+    assert len(pattern.findall(source.text)) == 1, f"the text of the kernel has changed; renew the fault {what!r}"
+    broken = replace(source, text=pattern.sub(lambda _: new, source.text), digest=what)
+    chosen = cases_for(cases_of(problem, values["block_q"], values["block_kv"]))
+    runs = [emulated(hopper, policy, deadline_s=20) for policy in POLICIES]
+    assert first_failure(hopper.space, broken, FEW_SMS, chosen, runs), f"{what}: accepted"
 
 
 def sampled(hopper: HopperBackward, seed: int) -> tuple[Problem, Source, Policy]:
@@ -68,3 +83,19 @@ def test_a_sampled_variant_passes_every_case(hopper: HopperBackward, seed: int) 
     tiles = source.variant.as_dict()
     chosen = cases_for(cases_of(problem, tiles["block_q"], tiles["block_kv"]))
     assert not first_failure(hopper.space, source, FEW_SMS, chosen, [emulated(hopper, policy, live_ctas=1 + seed % 3, deadline_s=300)])
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("head_dim", [64, *(pytest.param(dim, marks=SLOW) for dim in (128, 256))])
+@pytest.mark.parametrize("mask", [Mask(), pytest.param(Mask.causal(), marks=SLOW)], ids=str)
+def test_the_compiler_serialises_no_product_of_a_seed_and_spills_little(hopper: HopperBackward, head_dim: int, mask: Mask) -> None:
+    from flashgen.compiler import compile_many
+    from flashgen.cubins import Compiled
+
+    problem = replace(problem_of(DType.BFLOAT16, (head_dim, head_dim), mask), batch=4, heads_q=8, heads_kv=8, seqlen_q=2048, seqlen_kv=2048)
+    bound = hopper.space.bind(problem, preset("h200"))
+    variants = [*bound.seeds()[:2], bound.fallback()]
+    for variant, found in zip(variants, compile_many([hopper.source(problem, each) for each in variants], sm=90), strict=True):
+        assert isinstance(found, Compiled), f"{variant}: {found}"
+        assert not [line for line in found.report.warnings if "C75" in line], variant
+        assert not any(bound.compiled_violations(variant, found.report).values()), (variant, found.report.spill_bytes)

@@ -104,9 +104,9 @@ struct Preparation {
 template <class C>
 FG_DEVICE void prepare(const MappedBackwardParams& params) {
   const Preparation<C> preparation(params.problem);
+  if constexpr (C::FUSED) preparation.zero_sums();  // first, since nothing waits for stores
   preparation.rows();
   preparation.padding();
-  if constexpr (C::FUSED) preparation.zero_sums();
   if constexpr (C::ROUNDS) preparation.zero_counts();
 }
 

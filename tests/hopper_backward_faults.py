@@ -1,0 +1,54 @@
+# ruff: noqa: E501
+"""Mistakes planted into the Hopper backward candidate: what, old text, new text, the mask that shows it, and the variant that has it."""
+
+from __future__ import annotations
+
+from flashgen.model import Mask
+
+NONE, CAUSAL, WINDOW = Mask(), Mask.causal(), Mask.window(-1, -1)
+SPLIT, OVERLAPPED, SERIAL = "split", "overlapped", "serial"
+
+# fmt: off
+FAULTS = (
+    ("only dq is wrong, by the scale", "dq.template store<C::HEAD_DIM>(sums, params.scale,", "dq.template store<C::HEAD_DIM>(sums, 1.0f,", NONE, SPLIT),
+    ("only dq of the sums is wrong, by the scale", "dq.template store<C::DQ_COLUMNS>(sums, params.scale,", "dq.template store<C::DQ_COLUMNS>(sums, 1.0f,", NONE, OVERLAPPED),
+    ("dk lacks the scale", "dk.template store<C::HEAD_DIM>(sums, params.scale,", "dk.template store<C::HEAD_DIM>(sums, 1.0f,", NONE, SPLIT),
+    ("delta is missing in the loop over rows", "probability * (weights[first + i] - delta.of(i));", "probability * weights[first + i];", NONE, SPLIT),
+    ("delta is missing in the loop over keys", "scores[i] *= weights[i] - delta[accumulator_row(i)];", "scores[i] *= weights[i];", NONE, SPLIT),
+    ("delta of the block before is subtracted", "this->load_statistics(statistics, Shape::DELTA, this->at.stage); FG_UNROLL for (int i = 0; i < Shape::SCORES; ++i) weights", "this->load_statistics(statistics, Shape::DELTA, this->at.stage ? this->at.stage - 1 : 0); FG_UNROLL for (int i = 0; i < Shape::SCORES; ++i) weights", NONE, SERIAL),
+    ("lse is stale by a block", "this->load_statistics(statistics, Shape::LSE, next.stage);", "this->load_statistics(statistics, Shape::LSE, this->at.stage);", NONE, OVERLAPPED),
+    ("lse stays in natural units", "empty ? infinity() : lse * LOG2_E);", "empty ? infinity() : lse);", NONE, SPLIT),
+    ("rows that see nothing keep their lse", "empty ? infinity() : lse * LOG2_E);", "lse * LOG2_E);", CAUSAL, SPLIT),
+    ("lse and delta lie in the order of rows", "return (row & ~15) | (row >> 1 & 3) << 2 | (row >> 3 & 1) << 1 | (row & 1);", "return row;", NONE, SPLIT),
+    ("lse and delta of the first head serve all", "return (static_cast<i64>(batch) * forward.heads_q + head) * padded_rows(forward.seqlen_q);", "return static_cast<i64>(batch) * forward.heads_q * padded_rows(forward.seqlen_q);", NONE, SPLIT),
+    ("the gradient of lse is dropped", "if (params.dlse) sum -= load_global(params.dlse + index);", "", NONE, SPLIT),
+    ("the gradient of lse has the wrong sign", "sum -= load_global(params.dlse + index);", "sum += load_global(params.dlse + index);", NONE, SPLIT),
+    ("a group misses its last head", "left = range.count * (forward.heads_q / forward.heads_kv);", "left = range.count * (forward.heads_q / forward.heads_kv - (forward.heads_q > forward.heads_kv));", NONE, SPLIT),
+    ("a group starts at the wrong head", "int head = place.head_kv * group;", "int head = place.head_kv;", NONE, SPLIT),
+    ("dq of the next head is added to this one", "if (walk.advance()) head += blocks;", "walk.advance();", NONE, OVERLAPPED),
+    ("the loop over rows starts below the diagonal", "rows.first = maximum(rows.first, row);", "rows.first = maximum(rows.first, row + 1);", CAUSAL, SPLIT),
+    ("the loop over rows starts too low in a window", "rows.first = maximum(rows.first, row - forward.window_right);", "rows.first = maximum(rows.first, row - forward.window_right + 1);", WINDOW, SPLIT),
+    ("the loop over rows ends too early in a window", "row + keys + forward.window_left);", "row + keys + forward.window_left - 1);", WINDOW, SPLIT),
+    ("the loop over keys ends before the diagonal", "ceil_div(maximum(bottom.last + 1, 0), C::BLOCK_KV)", "ceil_div(maximum(bottom.last, 0), C::BLOCK_KV)", CAUSAL, SPLIT),
+    ("the mask edge is off in the loop over keys only", "if (key > visible.last ||", "if (key > visible.last + 1 ||", CAUSAL, SPLIT),
+    ("the mask edge is off in the loop over rows only", "if (at < seen.first[r] ||", "if (at < seen.first[r] - 1 ||", CAUSAL, SPLIT),
+    ("blocks on the diagonal count as seen by all", "needs |= key + PRODUCT_ROWS - 1 > row + forward.diagonal;", "needs |= key > row + forward.diagonal;", CAUSAL, SPLIT),
+    ("keys past the last are scored 0", "first[r] = key + 8 * r < forward.seqlen_kv ? rows.first : forward.seqlen_q + C::BLOCK_Q;", "first[r] = rows.first;", NONE, OVERLAPPED),
+    ("a block is passed by that some row sees", "PRODUCT_ROWS).first >= row + C::BLOCK_Q;", "PRODUCT_ROWS).first >= row + C::BLOCK_Q - 16;", CAUSAL, OVERLAPPED),
+    ("a block that is passed by is not exchanged", "exchange(zeros);", "++exchanges; --exchanges;", CAUSAL, OVERLAPPED),
+    ("dv takes the gradients of scores", "this->pack(packed, scores); this->pack(gradients, weights);", "this->pack(packed, weights); this->pack(gradients, weights);", NONE, SERIAL),
+    ("rows past the last are stored", "if (row + 8 * r >= rows || tile >= TILES || column + tile * 8 >= end) continue;", "if (tile >= TILES || column + tile * 8 >= end) continue;", NONE, SPLIT),
+    ("padding rows keep what the workspace held", "store_global(to.lse + place, infinity()); store_global(to.delta + place, 0.0f);", "", NONE, SPLIT),
+    ("the sums of dq start as they are", "store_global(sums + index, Vector16{{0, 0, 0, 0}});", ";", NONE, OVERLAPPED),
+    ("the last block of dq is forgotten", "this->stage(dq(), block); this->fence_and_add_staged(block);", "", NONE, OVERLAPPED),
+    ("dq is read before the other warpgroup has written dS", "this->wait_exchanged(present);", "", NONE, SERIAL),
+    ("dS is overwritten while dq reads it", "mbarrier_wait(exchange_empty(exchanges), exchanges / 2 % 2 ^ 1);", "", NONE, OVERLAPPED),
+    ("dS is not fenced before the products", "fence_proxy_async(); warp_release(exchange_full(exchanges));", "warp_release(exchange_full(exchanges));", NONE, OVERLAPPED),
+    ("staged dq is overwritten before it was read", "if (lane == 0) bulk_wait_read<0>();", "", NONE, OVERLAPPED),
+    ("P is overwritten before it was taken over", "mbarrier_wait(this->barrier(Shape::EXCHANGE_EMPTY + this->exchange.stage), this->exchange.round ^ 1);", "", NONE, SPLIT),
+    ("rows are released before the last product", "this->release_dout(this->dout.stage); this->dout = this->dout.next(); } FG_DEVICE void compute", "this->dout = this->dout.next(); } FG_DEVICE void compute", NONE, SPLIT),
+    ("the exponentials do not wait for the scores", "product_wait<2>(scores); this->exponentiate", "this->exponentiate", NONE, OVERLAPPED),
+    ("a head is rounded before its last tile is added", "== tiles - 1));", "== tiles - 2 || tiles == 1));", NONE, SERIAL),
+    ("the counter is drawn once too often", "static_cast<u32>(tiles - 1))", "static_cast<u32>(tiles))", NONE, SPLIT),
+    ("dq is stored with the strides of q", "const GradientHead<Element> dq(params.dq, params.dq_strides, place.batch, place.head,", "const GradientHead<Element> dq(params.dq, params.forward.q_strides, place.batch, place.head,", NONE, SPLIT),
+)
