@@ -31,12 +31,12 @@ from flashgen.space import Space
 DEVICE = preset("h200")
 MASKS = (NONE, CAUSAL, WINDOW)
 SMALL = {
-    "two_pass": False, "block_q": 32, "block_kv": 32, "num_warps": 4, "num_sides": 2, "joint_rows": 32, "warps_across": 1, "num_stages": 2,
-    "keys_in_registers": False, "rounded_handover": False, "tile_order": 0, "delayed_dq": True, "staggered": True,
+    "two_pass": False, "block_q": 32, "block_kv": 32, "num_warps": 4, "num_sides": 2, "warps_across": 1, "num_stages": 2,
+    "keys_in_registers": False, "rounded_handover": False, "tile_order": 0, "dq_steps": 1, "delayed_dq": True, "staggered": True,
     "pass_block_q": 64, "pass_block_kv": 32, "pass_warps": 4, "pass_stages": 2,
 }  # fmt: skip
 PASS = {"two_pass": True, "rounded_handover": True, "pass_block_q": 32, "pass_block_kv": 16, "pass_warps": 2}
-JOINT = {"num_sides": 1, "joint_rows": 16, "block_kv": 64, "delayed_dq": False}
+JOINT = {"num_sides": 1, "block_q": 64, "block_kv": 64, "dq_steps": 2, "delayed_dq": False}
 ACROSS = {"delayed_dq": False, "warps_across": 2, "num_warps": 8, "block_kv": 64, "block_q": 64}
 
 
@@ -58,8 +58,8 @@ def made(
     return source, cases_of(problem, values["block_q"], values["block_kv"])
 
 
-DESIGNS: dict[str, dict[str, int | bool]] = {"sums": {}, "second_pass": PASS, "joint": JOINT}
-QUICK = {("sums", NONE), ("sums", CAUSAL), ("second_pass", WINDOW), ("joint", CAUSAL)}
+DESIGNS: dict[str, dict[str, int | bool]] = {"sums": {}, "second_pass": PASS, "joint": JOINT, "pairs": {"dq_steps": 2}}
+QUICK = {("sums", NONE), ("sums", CAUSAL), ("second_pass", WINDOW), ("joint", CAUSAL), ("pairs", NONE)}
 
 
 @pytest.mark.emulated

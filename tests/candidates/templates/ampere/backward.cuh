@@ -9,21 +9,21 @@
 // probability side computes S^T, P^T and sums dV; the gradient side computes dP^T, takes P^T over from its twin on the other side, and sums
 // dK. So no thread holds more than one of the two sums, each warp owns twice the keys, and every fragment of Q and dO that is loaded from
 // shared memory serves twice the products. While one side is busy with exponentials, the other keeps the tensor cores busy. With one side,
-// every warp does both, for JOINT_ROWS query rows at a time: P^T never leaves its registers, which suits small head dims.
+// every warp does both, for 32 query rows at a time: P^T never leaves its registers, which suits small head dims.
 //
-// dQ: all warps multiply a tile of dS, with DELAYED_DQ that of the step before, and add it to float32 sums in global memory, whose order is
-// not defined; a last launch converts them. With TWO_PASS, that launch computes dQ in a loop of its own instead, and equal inputs give
-// equal bits.
+// dQ: all warps multiply the tiles of dS of DQ_STEPS steps, with DELAYED_DQ one step later, and add them to float32 sums in global memory,
+// whose order is not defined; a last launch converts them. With TWO_PASS, that launch computes dQ in a loop of its own instead, and equal
+// inputs give equal bits.
 #pragma once
 #include "backward_pass.cuh"
 #include "backward_scores.cuh"
 
 namespace fg {
 
-// How the warps share the product dS K of a query tile: groups of rows by groups of columns, as square as they come.
+// How the warps share the product dS K of DQ_STEPS query tiles: groups of rows by groups of columns, as square as they come.
 template <class C>
 struct QuerySplit {
-  static constexpr int ROW_UNITS = C::BLOCK_Q / 16, COLUMN_UNITS = BackwardShape<C>::CHUNKS / 2;
+  static constexpr int TILE_UNITS = C::BLOCK_Q / 16, ROW_UNITS = C::DQ_STEPS * TILE_UNITS, COLUMN_UNITS = BackwardShape<C>::CHUNKS / 2;
   static constexpr int row_groups(int column_groups) { return minimum(ROW_UNITS, C::NUM_WARPS / column_groups); }
   // Steps over chunks from a start inside a swizzled line must not leave it, unless the start is that of a line.
   static constexpr bool steps_stay(int tiles) {
@@ -32,36 +32,46 @@ struct QuerySplit {
   static constexpr int best_column_groups() {
     int best = 1, least = 1 << 20;
     for (int groups = 1; groups <= C::NUM_WARPS; ++groups) {
-      if (COLUMN_UNITS % groups != 0 || ROW_UNITS % row_groups(groups) != 0 || !steps_stay(COLUMN_UNITS / groups * 2)) continue;
+      if (COLUMN_UNITS % groups != 0 || TILE_UNITS % (ROW_UNITS / row_groups(groups)) != 0 || !steps_stay(COLUMN_UNITS / groups * 2))
+        continue;
       const int rows = ROW_UNITS / row_groups(groups), columns = COLUMN_UNITS / groups, effort = 16 * rows * columns + rows + columns;
       if (effort < least) best = groups, least = effort;
     }
     return best;
   }
   static constexpr int COLUMN_GROUPS = best_column_groups(), ROW_GROUPS = row_groups(COLUMN_GROUPS);
+  static constexpr bool SOME_IDLE = COLUMN_GROUPS * ROW_GROUPS < C::NUM_WARPS;
   static constexpr int ROW_TILES = ROW_UNITS / ROW_GROUPS, COLUMN_TILES = COLUMN_UNITS / COLUMN_GROUPS * 2;
 };
 
-// The sums of dQ of one tile += dS K.
+// Query tiles whose dS lies side by side in shared memory; `numbers` as in Workspace.
+struct DoneTiles {
+  u32 gradients;
+  int count, numbers[2];
+};
+
+// The sums of dQ of these tiles += dS K. A warp's rows are all of one tile.
 template <class C>
-FG_DEVICE void add_query_gradients(float* sums, u32 gradients, u32 keys) {
+FG_DEVICE void add_query_gradients(const Workspace<C>& workspace, const DoneTiles& tiles, u32 keys) {
   using Shape = BackwardShape<C>;
   using Split = QuerySplit<C>;
   const int lane = thread_index() % WARP_LANES, warp = thread_index() / WARP_LANES;
   const int row_unit = warp / Split::COLUMN_GROUPS * Split::ROW_TILES, column_tile = warp % Split::COLUMN_GROUPS * Split::COLUMN_TILES;
-  if (Split::COLUMN_GROUPS * Split::ROW_GROUPS < C::NUM_WARPS && row_unit >= Split::ROW_UNITS) return;
-  SharedColumns<Shape::CHUNKS_Q> left(gradients, lane);
-  left.cursor.start = left.cursor.at(0, row_unit * 2);
+  const int tile = row_unit / Split::TILE_UNITS, unit = row_unit % Split::TILE_UNITS;
+  if ((C::DQ_STEPS > 1 || Split::SOME_IDLE) && tile >= tiles.count) return;
+  SharedColumns<Shape::CHUNKS_Q> left(tiles.gradients + static_cast<u32>(tile * Shape::SCORE_BYTES), lane);
+  left.cursor.start = left.cursor.at(0, unit * 2);
   FragmentCursor<Shape::CHUNKS> right(keys, lane % 16, lane / 16);
   right.start = right.at(0, column_tile);
   float products[Split::ROW_TILES][Split::COLUMN_TILES][4];
   clear(products);
   accumulate_rows<typename C::Element, C::BLOCK_KV / 16>(products, left, right);
+  float* sums = workspace.sums_of(tile == 0 ? tiles.numbers[0] : tiles.numbers[1]);
   FG_UNROLL
   for (int m = 0; m < Split::ROW_TILES; ++m) {
     FG_UNROLL
     for (int n = 0; n < Split::COLUMN_TILES; ++n)
-      add_to_sums(sums + ((row_unit + m) * Shape::CHUNKS + column_tile + n) * 128, lane, products[m][n]);
+      add_to_sums(sums + ((unit + m) * Shape::CHUNKS + column_tile + n) * 128, lane, products[m][n]);
   }
 }
 
@@ -74,16 +84,13 @@ struct KeyBlock {
   const SidePlace<C> place;
 
   FG_DEVICE u32 gradients(int step) const {
-    return shared + static_cast<u32>(Shape::GRADIENTS_AT + (Shape::GRADIENT_TILES == 2 ? step % 2 * Shape::SCORE_BYTES : 0));
+    return shared + static_cast<u32>(Shape::GRADIENTS_AT + step % maximum(Shape::GRADIENT_TILES, 1) * Shape::SCORE_BYTES);
   }
   FG_DEVICE PairMask<C> mask_of(const RowTile& rows, const SidePlace<C>& at) const {
     return PairMask<C>(params.forward, rows.tile * C::BLOCK_Q + at.own_row(), at.first_key);
   }
   FG_DEVICE void hide_in(Scores<C>& scores, const RowTile& rows, const SidePlace<C>& at, float value) const {
     hide<C>(scores, params.forward, at.first_key + at.lane / 4, rows.tile * C::BLOCK_Q + at.own_row() + at.lane % 4 * 2, value);
-  }
-  FG_DEVICE void add_query_gradients_of(const Workspace<C>& workspace, const RowTile& rows, int step) const {
-    add_query_gradients<C>(workspace.sums_of(rows.number), gradients(step), shared);
   }
 };
 
@@ -197,30 +204,47 @@ struct BothSides {
   }
 };
 
+// The tiles of the last DQ_STEPS steps.
+template <class C>
+struct LastTiles {
+  int newest = 0, older = 0;
+
+  FG_DEVICE void push(int number) {
+    older = newest;
+    newest = number;
+  }
+  // Of steps [first, end).
+  FG_DEVICE DoneTiles of(const KeyBlock<C>& block, int first, int end) const {
+    return {block.gradients(first), end - first, {C::DQ_STEPS == 2 && end - first == 2 ? older : newest, newest}};
+  }
+};
+
 // One side's way through all query tiles. One barrier per step: the tile has landed for everyone, everyone is done with the slot that the
-// next copy overwrites, and with DELAYED_DQ the tile of dS of the step before is complete. Otherwise that takes a second barrier.
+// next copy overwrites, and with DELAYED_DQ the tiles of dS before are complete. Otherwise that takes another barrier.
 template <class C, class Side>
 FG_DEVICE void walk(const KeyBlock<C>& block, RowRing<C>& ring, RowSteps<C> steps, Side& side) {
-  constexpr bool DELAYED = !C::TWO_PASS && C::DELAYED_DQ;
-  RowTile before = {0, 0, 0, 0, 0, 0};
+  constexpr bool DELAYED = !C::TWO_PASS && C::DELAYED_DQ, AT_ONCE = !C::TWO_PASS && !C::DELAYED_DQ;
+  LastTiles<C> done;
   FG_NO_UNROLL
   for (int step = 0; step < ring.steps; ++step) {
     const RowTile rows = steps.at(ring.slot(step));
+    const bool is_due = DELAYED && step > 0 && step % C::DQ_STEPS == 0;
     copy_async_wait<C::NUM_STAGES - 2>();
     block_sync();
-    if (DELAYED && Side::DQ_FIRST && step > 0) block.add_query_gradients_of(ring.workspace, before, step - 1);
+    if (Side::DQ_FIRST && is_due) add_query_gradients<C>(ring.workspace, done.of(block, step - C::DQ_STEPS, step), block.shared);
     side.step(block, rows, step, ring);
-    if (DELAYED && !Side::DQ_FIRST && step > 0) block.add_query_gradients_of(ring.workspace, before, step - 1);
-    if constexpr (!C::TWO_PASS && !DELAYED) {
+    if (!Side::DQ_FIRST && is_due) add_query_gradients<C>(ring.workspace, done.of(block, step - C::DQ_STEPS, step), block.shared);
+    done.push(rows.number);
+    if (AT_ONCE && (step % C::DQ_STEPS == C::DQ_STEPS - 1 || step == ring.steps - 1)) {
       block_sync();
-      block.add_query_gradients_of(ring.workspace, rows, step);
+      add_query_gradients<C>(ring.workspace, done.of(block, step - step % C::DQ_STEPS, step + 1), block.shared);
     }
-    before = rows;
     steps.advance();
   }
   if (!DELAYED || ring.steps == 0) return;
   block_sync();
-  block.add_query_gradients_of(ring.workspace, before, ring.steps - 1);
+  const int first = (ring.steps - 1) / C::DQ_STEPS * C::DQ_STEPS;
+  add_query_gradients<C>(ring.workspace, done.of(block, first, ring.steps), block.shared);
 }
 
 // Which keys of which head a CTA owns.

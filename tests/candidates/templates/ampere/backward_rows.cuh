@@ -16,8 +16,9 @@ struct BackwardShape {
   static constexpr int STATISTIC_BYTES = C::BLOCK_Q * 8;  // lse and delta
   static constexpr int STAGE_BYTES = Q_BYTES + DOUT_BYTES + STATISTIC_BYTES;
   static constexpr int SCORE_BYTES = C::BLOCK_KV * RowLayout<CHUNKS_Q>::ROW_BYTES;  // a tile of P^T or dS^T
-  // Multiplied one step later, dS needs two tiles; with a second pass for dQ, only warps that share keys read it.
-  static constexpr int GRADIENT_TILES = C::TWO_PASS ? C::WARPS_ACROSS - 1 : C::DELAYED_DQ ? 2 : 1;
+  // Tiles of dS: of all steps that are multiplied at a time, and of those before; with a second pass for dQ, only warps that share keys
+  // read it.
+  static constexpr int GRADIENT_TILES = C::TWO_PASS ? C::WARPS_ACROSS - 1 : C::DQ_STEPS * (C::DELAYED_DQ ? 2 : 1);
   static constexpr int V_AT = K_BYTES, STAGES_AT = V_AT + V_BYTES, P_AT = STAGES_AT + C::NUM_STAGES * STAGE_BYTES;
   static constexpr bool SPLIT = C::NUM_SIDES == 2;
   static constexpr bool SHARED_P = SPLIT && (C::ROUNDED_HANDOVER || C::WARPS_ACROSS > 1);  // P^T in the element type
@@ -29,7 +30,7 @@ struct BackwardShape {
   static constexpr int SIDE_WARPS = C::NUM_WARPS / C::NUM_SIDES;
   static constexpr int WARPS_DOWN = SIDE_WARPS / C::WARPS_ACROSS;  // keys down, rows or columns across
   static constexpr int KEYS_PER_WARP = C::BLOCK_KV / WARPS_DOWN;
-  static constexpr int ROWS_PER_WARP = SPLIT ? C::BLOCK_Q / C::WARPS_ACROSS : C::JOINT_ROWS;  // whose scores it holds at a time
+  static constexpr int ROWS_PER_WARP = SPLIT ? C::BLOCK_Q / C::WARPS_ACROSS : 32;  // whose scores it holds at a time
   static constexpr int KEY_TILES = KEYS_PER_WARP / 16, SCORE_TILES = ROWS_PER_WARP / 8;
   static_assert(KEYS_PER_WARP % 16 == 0 && ROWS_PER_WARP % 16 == 0, "warps hold whole products");
 };
