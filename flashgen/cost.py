@@ -35,6 +35,13 @@ TAIL_TILES = (1.2, 0.3)  # masked problems: longest CTAs that the last SM waits 
 # mma.sync reaches only a part of the rate that newer tensor instructions (wgmma, tcgen05) have; measured on Hopper, assumed on sm_100.
 MMA_SYNC_SHARE = {90: 0.63, 100: 0.28}
 MAX_COUNTED_TILES = 2048
+# Warp-specialised kernels (templates/hopper): fitted to recorded times of hopper_forward on one NVIDIA H200.
+ALU_SHARE = 0.65  # of the float32 work that exp2 does not hide
+CHAIN_CLOCKS = 790  # waits, votes and packing per K/V tile
+SUMS_ONLY = (1.25, 0.94)  # float32 work of the softmax that looks for the maximum, and of the one that looks at sums, over SOFTMAX_OPS
+EPILOGUE_CLOCKS = (1650, 660)  # registers to global memory; shared tile and bulk store; for 128 columns
+QUERY_CLOCKS = 130  # queries that arrive after the last tile
+SECTION_TAIL, STATIC_TAIL = 0.65, 2.0  # of a longest query tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,7 @@ def resources(bound: BoundSpace, variant: Variant, report: CompileReport | None 
     shared = max(entry.shared_bytes for entry in entries)
     parts = tuple((name, at[name]) for name in bound.space.definition.shared_parts) or (("shared_bytes", shared),)
     if report is None:
-        promised = bound.device.registers_per_sm // max(1, threads * at.get("ctas_per_sm", 1))  # what launch bounds force the compiler to
+        promised = bound.device.registers_per_sm // max(1, threads * at.get("ctas_per_sm", 1)) // 8 * 8  # forced by launch bounds
         registers = min(at.get("est_registers", 64), max(promised, 1), 255)
     else:
         registers = report.registers
@@ -150,10 +157,12 @@ def predict(bound: BoundSpace, variant: Variant, report: CompileReport | None = 
     if ctas == 0:
         return Prediction(launches, (("launch", launches),), 0.0)
     pipes = _pipes(bound, at)
-    warps = math.ceil(taken.threads / 32)
-    alone = _alone(pipes, warps, at)
-    tail = TAIL_TILES[min(1, at.get("tile_order", 0))]
-    clocks = _sm_clocks(device, ctas, tiles / query_tiles, largest, taken.ctas_per_sm, pipes, alone, tail)
+    if "consumer_warpgroups" in at:
+        clocks = _warpgroup_clocks(bound, at, ctas, tiles / query_tiles, largest, pipes)
+    else:
+        alone = _alone(pipes, math.ceil(taken.threads / 32), at)
+        tail = TAIL_TILES[min(1, at.get("tile_order", 0))]
+        clocks = _sm_clocks(device, ctas, tiles / query_tiles, largest, taken.ctas_per_sm, pipes, alone, tail)
     if report is not None:
         clocks *= 1.0 + report.spill_bytes / SPILL_BYTES
     moved = traffic(bound, variant, taken.ctas_per_sm)
@@ -181,8 +190,9 @@ def _pipes(bound: BoundSpace, at: dict[str, int]) -> dict[str, float]:
     softmax = (SOFTMAX_OPS * scores + ROW_OPS * block_q + rescale) / lanes
     if hints.get("mma", "num_warps" in at):
         dims = _padded(problem.head_dim) + _padded(problem.head_dim_v)
-        rate = device.tensor_tflops * 1e12 / clocks_per_second * MMA_SYNC_SHARE.get(device.sm, 1.0)
-        warps = at.get("num_warps", 4)
+        share = 1.0 if "consumer_warpgroups" in at else MMA_SYNC_SHARE.get(device.sm, 1.0)
+        rate = device.tensor_tflops * 1e12 / clocks_per_second * share
+        warps = at.get("num_warps", at.get("consumer_warpgroups", 4))  # each reads all of K and V
         read = warps * block_kv * dims + (0 if at.get("q_in_registers", 0) else block_q * _padded(problem.head_dim))
         shared = (read + block_kv * dims) * problem.dtype.bytes / SHARED_BYTES_PER_CLOCK
         return {"tensor": 2 * scores * dims / rate, "exp2": scores / EXP2_PER_CLOCK, "fp32": softmax, "shared": shared}
@@ -199,6 +209,33 @@ def _alone(pipes: dict[str, float], warps: int, at: dict[str, int]) -> float:
     stages = at.get("num_stages", 1)
     exposed = max(0.0, COPY_LATENCY_CLOCKS - phases * (stages - 0.5))
     return phases + exposed + TILE_CLOCKS
+
+
+def _warpgroup_clocks(
+    bound: BoundSpace, at: dict[str, int], ctas: int, mean_tiles: float, largest: float, pipes: dict[str, float]
+) -> float:
+    """Clocks of warp-specialised kernels: one warpgroup's softmax runs beside another's products, and copies beside both.
+
+    A consumer's chain per K/V tile is its scores, then its softmax; the SM's is all products. The first and the last tile of a query tile
+    overlap with nothing of their own consumer.
+    """
+    device, problem, consumers = bound.device, bound.problem, at["consumer_warpgroups"]
+    floats = pipes["fp32"] * SUMS_ONLY[min(1, at.get("softmax_mode", 0))]
+    softmax = (pipes["exp2"] + floats) / consumers
+    chain = pipes["tensor"] / consumers / 2 + softmax + CHAIN_CLOCKS
+    busiest = max(pipes["tensor"], pipes["exp2"] + ALU_SHARE * floats, pipes["shared"])
+    step: float = math.hypot(busiest ** (SMOOTHNESS / 2), chain ** (SMOOTHNESS / 2)) ** (2 / SMOOTHNESS)
+    epilogue = EPILOGUE_CLOCKS[min(1, at.get("epilogue", 0))] * problem.head_dim_v / 128
+    queries = 0 if at.get("query_slots", 1) > 1 else QUERY_CLOCKS
+    persistent = at.get("scheduler", 0) > 0
+    once = pipes["tensor"] / 2 + 2 * softmax + epilogue + queries + (0 if persistent else CTA_CLOCKS / 2)
+    per_sm = ctas / device.sm_count
+    if largest <= mean_tiles * 1.001:
+        return math.ceil(per_sm) * (mean_tiles * step + once) + CTA_CLOCKS
+    # The last SMs wait for a part of a longest tile: a large one where tiles of few heads are mixed or nothing is drawn.
+    mixed = min(at.get("head_section", 1), problem.batch_heads) * math.ceil(problem.seqlen_q / at.get("block_q", 64))
+    tail = SECTION_TAIL * min(1.0, device.sm_count / mixed) + (STATIC_TAIL if at.get("scheduler", 0) == 1 else 0.0)
+    return max(per_sm, 1.0) * (mean_tiles * step + once) + tail * largest * step + CTA_CLOCKS
 
 
 def _sm_clocks(

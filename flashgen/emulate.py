@@ -123,6 +123,7 @@ class _Launch(ctypes.Structure):
         ("num_ranges", ctypes.c_int64),
         ("grid", ctypes.c_int64),
         ("threads", ctypes.c_int),
+        ("ctas_per_sm", ctypes.c_int),
         ("shared_bytes", ctypes.c_int),
         ("live_ctas", ctypes.c_int),
         ("schedule", ctypes.c_int),
@@ -409,11 +410,11 @@ class Emulator:
         An isolated run costs a few milliseconds more; a crash or a hang ends it alone, after `deadline_s`. Otherwise a faulty kernel may
         take the process along. Raises CompileError, and LaunchError when no child can be started; broken rules are in the report.
         """
-        kernel = self._entry(text, entry, threads)
+        kernel, ctas_per_sm = self._entry(text, entry, threads)
         ranges = [_Range(*each) for each in memory.ranges()]
         launch = _Launch(
             kernel=kernel, params=ctypes.addressof(params), ranges=(_Range * len(ranges))(*ranges), num_ranges=len(ranges), grid=grid,
-            threads=threads, shared_bytes=shared_bytes, live_ctas=live_ctas, schedule=policy.schedule.value,
+            threads=threads, ctas_per_sm=ctas_per_sm, shared_bytes=shared_bytes, live_ctas=live_ctas, schedule=policy.schedule.value,
             late_copies=policy.late_copies, late_products=policy.products_are_late, poison=policy.poison, races=policy.races,
             seed=policy.seed,
         )  # fmt: skip
@@ -422,13 +423,15 @@ class Emulator:
         result, lost = _isolated(runtime, launch, deadline_s) if isolated else _in_process(runtime, launch)
         return _report(result, lost, time.perf_counter() - begin)
 
-    def _entry(self, text: str, entry: str, threads: int) -> int:
+    def _entry(self, text: str, entry: str, threads: int) -> tuple[int, int]:
+        """Address of the kernel, and the CTAs per SM that its launch bounds promise."""
         self._runtime()
         library = _loaded(self.build(text))
         most = ctypes.c_int.in_dll(library, f"{entry}_max_threads").value
         if threads > most:
             raise LaunchError(f"{entry} was compiled for at most {most} threads per block; got {threads}.")
-        return ctypes.cast(getattr(library, entry), ctypes.c_void_p).value or 0
+        promised = ctypes.c_int.in_dll(library, f"{entry}_ctas_per_sm").value
+        return ctypes.cast(getattr(library, entry), ctypes.c_void_p).value or 0, promised
 
     def _runtime(self) -> ctypes.CDLL:
         """The one runtime of the process: the loader would bind kernels of a second store to the first, whatever lies beside them."""
@@ -571,7 +574,7 @@ def space_grids(device: DeviceLimits) -> GridRule:
     def grids(source: Source, problem: Problem) -> tuple[Sequence[int], int]:
         from flashgen.space import load_space
 
-        bound = load_space(source.family).bind(problem, device)
+        bound = load_space(source.family).bind(problem, device.crowded(problem))
         return bound.grids(source.variant), bound.workspace_bytes(source.variant)
 
     return grids

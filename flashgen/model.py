@@ -194,6 +194,13 @@ class DeviceLimits:
         """The same device with another shared-memory capacity (used by the explorer)."""
         return replace(self, shared_bytes_per_cta=per_cta, shared_bytes_per_sm=per_cta + 1024)
 
+    def crowded(self, problem: Problem) -> DeviceLimits:
+        """The device with at most one SM per 512 query rows: there, persistent kernels compute several tiles per CTA in small problems too.
+
+        Certificates bind grids to it, else only large problems would test what a CTA hands on from one query tile to the next.
+        """
+        return replace(self, sm_count=min(self.sm_count, max(1, problem.batch_heads * problem.seqlen_q // 512)))
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:

@@ -154,6 +154,7 @@ class DeviceExecutor:
         self.gpu = gpu if gpu is not None else Gpu(0)
         self._store = store
         self._bind = bind
+        self._limits: DeviceLimits | None = None
         self._loaded: OrderedDict[str, LoadedKernel] = OrderedDict()
         self._counters: dict[tuple[str, int], DeviceBuffer] = {}
 
@@ -181,11 +182,14 @@ class DeviceExecutor:
             self._loaded.popitem(last=False)
         return kernel
 
-    def bound(self, source: Source, problem: Problem) -> Bound:
-        """Grids and workspaces of a problem. Raises UnsupportedProblem."""
-        if self._bind is None:
-            self._bind = bound_by_space(present_limits(self.gpu))
-        return self._bind(source, problem)
+    def bound(self, source: Source, problem: Problem, *, crowded: bool = False) -> Bound:
+        """Grids and workspaces of a problem, on the device or crowded as for certificates. Raises UnsupportedProblem."""
+        if self._bind is not None:
+            return self._bind(source, problem)
+        if self._limits is None:
+            self._limits = present_limits(self.gpu)
+        limits = self._limits.crowded(problem) if crowded else self._limits
+        return bound_by_space(limits)(source, problem)
 
     def forward(self, source: Source, problem: Problem, tensors: ForwardTensors, scale: float) -> None:
         """Run once on copies of the whole buffers, guards included, and copy all of them back, so that stray writes are seen.
@@ -193,7 +197,7 @@ class DeviceExecutor:
         The workspace is NaN before the launch. Raises CompileError, LaunchError.
         """
         kernel = self.load(source)
-        bound = self.bound(source, problem)
+        bound = self.bound(source, problem, crowded=True)
         grids = bound.grids(source.variant)
         check_grids(source, grids)
         used = launch.copied_for_maps(tensors, problem.dtype) if source.boxes else tensors

@@ -158,9 +158,12 @@ def _ragged(suite: _Suite) -> None:
 
 
 def _heads(suite: _Suite) -> None:
-    kv = suite.tiles.block_kv
+    q, kv = suite.tiles.block_q, suite.tiles.block_kv
     for heads, lengths in (((1, 6, 2), (3, 4)), ((1, 4, 1), (9, kv + 1)), ((2, 8, 2), (5, 17)), ((3, 2, 2), (7, kv + 3))):
         suite.add("heads", lengths, cases.normal, heads=heads)
+    # Several query tiles of several heads, which persistent kernels compute one after the other.
+    for lengths in ((2 * q, 2 * q), (q + 9, 2 * kv + 5)):
+        suite.add("successive", lengths, cases.normal, heads=(1, 4, 2))
 
 
 def _magnitudes(suite: _Suite) -> None:

@@ -1,4 +1,4 @@
-"""compute-sanitizer finds nothing in one variant of each family."""
+"""compute-sanitizer finds nothing in one variant of each family, for Hopper of each head dim."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import pytest
 pytestmark = pytest.mark.device
 
 
-@pytest.mark.parametrize("family", ["ampere_forward", "simt_forward", "standard_forward"])
+@pytest.mark.parametrize(
+    "family",
+    ["ampere_forward", "simt_forward", "standard_forward", "hopper_forward", "hopper_forward 64 80 96 128", "hopper_forward 160 192 256"],
+)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_a_kernel_is_clean_under_compute_sanitizer(tool: str, family: str) -> None:
     sanitizer = shutil.which("compute-sanitizer")
@@ -29,7 +32,7 @@ def test_a_kernel_is_clean_under_compute_sanitizer(tool: str, family: str) -> No
         "kns=^(forward|scores|softmax|product)$",
         sys.executable,
         str(script),
-        family,
+        *family.split(),
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]

@@ -72,8 +72,8 @@ void shape(Block& block) {
   }
 }
 
-// What a compiler allots when one block fills the registers of an SM.
-int launch_registers() { return std::min(255, 65536 / machine.launch.threads) / 8 * 8; }
+// What a compiler allots when as many blocks as promised fill the registers of an SM.
+int launch_registers() { return std::min(255, 65536 / (machine.launch.threads * machine.launch.ctas_per_sm)) / 8 * 8; }
 
 void reset_engines(Block& block) {
   block.mbarriers.clear();

@@ -9,6 +9,8 @@
 #define FG_KERNEL(NAME, PARAMS, THREADS, CTAS_PER_SM)                                                                                   \
   extern "C" __attribute__((visibility("default"))) const int NAME##_max_threads;                                                       \
   const int NAME##_max_threads = THREADS;                                                                                               \
+  extern "C" __attribute__((visibility("default"))) const int NAME##_ctas_per_sm;                                                       \
+  const int NAME##_ctas_per_sm = CTAS_PER_SM;                                                                                           \
   static void NAME##_body(const PARAMS& params);                                                                                        \
   extern "C" __attribute__((visibility("default"))) void NAME(const void* params) { NAME##_body(*static_cast<const PARAMS*>(params)); } \
   static void NAME##_body([[maybe_unused]] const PARAMS& params)

@@ -106,6 +106,7 @@ struct Launch {
   i64 num_ranges;
   i64 grid;
   int threads;
+  int ctas_per_sm;  // promised to the compiler
   int shared_bytes;
   int live_ctas;  // how many blocks may be alive at a time
   int schedule;

@@ -11,6 +11,12 @@ namespace fg {
 FG_DEVICE constexpr int row_of(int i) { return i / 2 % 2; }
 FG_DEVICE constexpr int column_of(int i) { return i / 4 * 8 + i % 2; }
 
+// What a softmax leaves to do, for the two rows of a lane.
+struct SoftmaxResult {
+  float inverse_sum[2];  // the output's factor
+  float lse[2];
+};
+
 template <class C>
 struct WarpgroupSoftmax {
   // Above this many log2 units, half an ulp of the base would show in a 16-bit result: fused score * scale - base keeps its rounding.
@@ -83,16 +89,18 @@ struct WarpgroupSoftmax {
     for (int i = 0; i < OUTPUTS; ++i) output[i] *= rescale[row_of(i)];
   }
 
-  FG_DEVICE void finish() {
+  // A row that saw no key has sum 0: its output is 0 and its log-sum-exp -inf.
+  FG_DEVICE SoftmaxResult finish(float scale_log2) const {
+    SoftmaxResult result;
     FG_UNROLL
     for (int r = 0; r < 2; ++r) {
-      row_sum[r] += shuffle_xor(row_sum[r], 1);
-      row_sum[r] += shuffle_xor(row_sum[r], 2);
+      float sum = row_sum[r] + shuffle_xor(row_sum[r], 1);
+      sum += shuffle_xor(sum, 2);
+      const bool empty = !(sum > 0.0f);
+      result.inverse_sum[r] = empty ? 0.0f : 1.0f / sum;
+      result.lse[r] = empty ? -infinity() : (reference[r] * scale_log2 + log2_exact(sum)) * LN_2;
     }
-  }
-  FG_DEVICE bool empty(int r) const { return !(row_sum[r] > 0.0f); }
-  FG_DEVICE float lse(int r, float scale_log2) const {
-    return empty(r) ? -infinity() : (reference[r] * scale_log2 + log2_exact(row_sum[r])) * LN_2;
+    return result;
   }
 
  private:

@@ -28,14 +28,16 @@ struct HopperShape {
 
   static constexpr int Q_BYTES = operand_bytes(ROWS, C::HEAD_DIM), O_BYTES = operand_bytes(ROWS, C::HEAD_DIM_V);
   static constexpr int K_BYTES = operand_bytes(C::BLOCK_KV, C::HEAD_DIM), V_BYTES = operand_bytes(C::BLOCK_KV, C::HEAD_DIM_V);
-  static constexpr int Q = 0, O = Q + CONSUMERS * Q_BYTES;
+  static constexpr int Q = 0, O = Q + C::QUERY_SLOTS * CONSUMERS * Q_BYTES;
   static constexpr int K = O + (C::EPILOGUE == EPILOGUE_BULK ? CONSUMERS * O_BYTES : 0), V = K + C::NUM_STAGES * K_BYTES;
   static constexpr int BARRIERS = V + C::NUM_STAGES * V_BYTES;
 
   // mbarriers, eight bytes each
   static constexpr int K_FULL = 0, K_EMPTY = K_FULL + C::NUM_STAGES, V_FULL = K_EMPTY + C::NUM_STAGES, V_EMPTY = V_FULL + C::NUM_STAGES;
-  static constexpr int Q_FULL = V_EMPTY + C::NUM_STAGES, Q_EMPTY = Q_FULL + CONSUMERS;
-  static constexpr int TILE_FULL = Q_EMPTY + CONSUMERS, TILE_EMPTY = TILE_FULL + 2, TILE_WORDS = TILE_EMPTY + 2, END = TILE_WORDS + 1;
+  static constexpr int Q_FULL = V_EMPTY + C::NUM_STAGES, Q_EMPTY = Q_FULL + C::QUERY_SLOTS * CONSUMERS;
+  static constexpr int PLACE_FULL = Q_EMPTY + C::QUERY_SLOTS * CONSUMERS, PLACE_EMPTY = PLACE_FULL + 2;
+  static constexpr int PLACES = PLACE_EMPTY + 2, END = PLACES + 4;  // places are no mbarriers, but of 16 bytes
+  static_assert(PLACES % 2 == 0, "places are read 16 bytes at once");
   static_assert(BARRIERS + 8 * END == C::SHARED_BYTES, "the layout of shared memory is the formula of the search space");
 
   static constexpr int DEPTH_STEPS = product_steps(C::HEAD_DIM);
@@ -45,8 +47,8 @@ struct HopperShape {
   static constexpr int TURN = 1, STORE = TURN + CONSUMERS;
 
   FG_DEVICE static u32 barrier(u32 shared, int index) { return shared + static_cast<u32>(BARRIERS + 8 * index); }
-  FG_DEVICE static TileSequence<C> tiles(u32 shared) {
-    return {barrier(shared, TILE_WORDS), barrier(shared, TILE_FULL), barrier(shared, TILE_EMPTY)};
+  FG_DEVICE static PlaceSequence<C> places(u32 shared) {
+    return {barrier(shared, PLACES), barrier(shared, PLACE_FULL), barrier(shared, PLACE_EMPTY)};
   }
 };
 
@@ -60,24 +62,26 @@ FG_DEVICE void initialise_barriers(u32 shared) {
     mbarrier_init(Shape::barrier(shared, Shape::V_FULL + stage), 1);
     mbarrier_init(Shape::barrier(shared, Shape::V_EMPTY + stage), CONSUMER_WARPS);
   }
-  for (int consumer = 0; consumer < Shape::CONSUMERS; ++consumer) {
-    mbarrier_init(Shape::barrier(shared, Shape::Q_FULL + consumer), 1);
-    mbarrier_init(Shape::barrier(shared, Shape::Q_EMPTY + consumer), 4);
+  for (int slot = 0; slot < C::QUERY_SLOTS * Shape::CONSUMERS; ++slot) {
+    mbarrier_init(Shape::barrier(shared, Shape::Q_FULL + slot), 1);
+    mbarrier_init(Shape::barrier(shared, Shape::Q_EMPTY + slot), 4);
   }
-  if constexpr (C::SCHEDULER == SCHEDULER_DYNAMIC) {
-    TileSequence<C>::initialise(Shape::barrier(shared, Shape::TILE_FULL), Shape::barrier(shared, Shape::TILE_EMPTY));
-  }
+  PlaceSequence<C>::initialise(Shape::barrier(shared, Shape::PLACE_FULL), Shape::barrier(shared, Shape::PLACE_EMPTY));
   fence_mbarrier_init();
 }
 
-// A slot of the K and V rings, and the parity of the round in which it is used.
-template <class C>
+// A slot of a ring, and the parity of the round in which it is used.
+template <int SLOTS>
 struct RingPlace {
   int stage = 0;
   u32 round = 0;
 
-  FG_DEVICE RingPlace next() const { return stage + 1 == C::NUM_STAGES ? RingPlace{0, round ^ 1} : RingPlace{stage + 1, round}; }
+  FG_DEVICE RingPlace next() const { return stage + 1 == SLOTS ? RingPlace{0, round ^ 1} : RingPlace{stage + 1, round}; }
 };
+template <class C>
+using KeyValuePlace = RingPlace<C::NUM_STAGES>;
+template <class C>
+using QueryPlace = RingPlace<C::QUERY_SLOTS>;
 
 // ---- producer ----
 
@@ -96,12 +100,12 @@ struct KeyValueProducer {
   const MappedForwardParams& params;
   const u32 shared;
 
-  FG_DEVICE void load_keys(RingPlace<C> at, const Place& place, int tile) const {
+  FG_DEVICE void load_keys(KeyValuePlace<C> at, const Place& place, int tile) const {
     mbarrier_wait(Shape::barrier(shared, Shape::K_EMPTY + at.stage), at.round ^ 1);
     load_tile<C::BLOCK_KV, C::HEAD_DIM>(shared + Shape::K + at.stage * Shape::K_BYTES, &params.k,
                                         Shape::barrier(shared, Shape::K_FULL + at.stage), tile * C::BLOCK_KV, place.head_kv, place.batch);
   }
-  FG_DEVICE void load_values(RingPlace<C> at, const Place& place, int tile) const {
+  FG_DEVICE void load_values(KeyValuePlace<C> at, const Place& place, int tile) const {
     mbarrier_wait(Shape::barrier(shared, Shape::V_EMPTY + at.stage), at.round ^ 1);
     load_tile<C::BLOCK_KV, C::HEAD_DIM_V>(shared + Shape::V + at.stage * Shape::V_BYTES, &params.v,
                                           Shape::barrier(shared, Shape::V_FULL + at.stage), tile * C::BLOCK_KV, place.head_kv, place.batch);
@@ -110,11 +114,13 @@ struct KeyValueProducer {
   // K runs one tile ahead of V, as the consumers use them.
   FG_DEVICE void run() const {
     const WorkOrder<C> order(params.problem);
-    TileSequence<C> sequence = Shape::tiles(shared);
-    RingPlace<C> at;
+    PlaceSequence<C> places = Shape::places(shared);
+    TileDraw<C> draw;
+    KeyValuePlace<C> at;
     FG_NO_UNROLL
-    for (int tile = sequence.draw(params, order.tiles); tile != NO_TILE; tile = sequence.draw(params, order.tiles)) {
+    for (int tile = draw.draw(params, order.tiles); tile < order.tiles; tile = draw.draw(params, order.tiles)) {
       const Place place = order.place(params.problem, tile);
+      places.publish(place);
       const TileRange<C> range(params.problem, place.first_row, C::BLOCK_Q);
       if (range.count() > 0) load_keys(at, place, range.last - 1);
       FG_NO_UNROLL
@@ -124,41 +130,52 @@ struct KeyValueProducer {
         at = at.next();
       }
     }
+    places.publish({0, 0, 0, NO_ROW});
   }
 };
 
 template <class C>
 FG_DEVICE void produce_queries(const MappedForwardParams& params, u32 shared) {
   using Shape = HopperShape<C>;
-  const WorkOrder<C> order(params.problem);
-  TileSequence<C> sequence = Shape::tiles(shared);
-  u32 round = 0;
+  PlaceSequence<C> places = Shape::places(shared);
+  QueryPlace<C> at;
   FG_NO_UNROLL
-  for (int tile = sequence.read_alone(order.tiles); tile != NO_TILE; tile = sequence.read_alone(order.tiles)) {
-    const Place place = order.place(params.problem, tile);
+  for (Place place = places.read_alone(); place.first_row != NO_ROW; place = places.read_alone()) {
     FG_NO_UNROLL
     for (int consumer = 0; consumer < Shape::CONSUMERS; ++consumer) {
-      mbarrier_wait(Shape::barrier(shared, Shape::Q_EMPTY + consumer), round ^ 1);
-      load_tile<Shape::ROWS, C::HEAD_DIM>(shared + Shape::Q + consumer * Shape::Q_BYTES, &params.q,
-                                          Shape::barrier(shared, Shape::Q_FULL + consumer), place.first_row + consumer * Shape::ROWS,
+      const int slot = at.stage * Shape::CONSUMERS + consumer;
+      mbarrier_wait(Shape::barrier(shared, Shape::Q_EMPTY + slot), at.round ^ 1);
+      load_tile<Shape::ROWS, C::HEAD_DIM>(shared + Shape::Q + slot * Shape::Q_BYTES, &params.q,
+                                          Shape::barrier(shared, Shape::Q_FULL + slot), place.first_row + consumer * Shape::ROWS,
                                           place.head_q, place.batch);
     }
-    round ^= 1;
+    at = at.next();
   }
 }
 
 // ---- consumers ----
 
-// What one consumer does with the KV tiles of its CTA: it passes by those that none of its 64 rows sees.
-struct TileWalk {
-  int newest, passed_first, seen, passed_last;
+// A query tile as one consumer sees it: it computes 64 rows, and passes by those KV tiles of its CTA that none of them sees.
+template <class C>
+struct QueryTile {
+  Place place;
+  int first_row;        // of the 64
+  TileRange<C> range;   // of the 64
+  int newest, passed_first, seen, passed_last;  // the CTA's last KV tile; how many are passed by, computed, passed by
 
-  template <class C>
-  FG_DEVICE static TileWalk of(const TileRange<C>& cta, const TileRange<C>& own, bool has_rows) {
-    const int last = has_rows ? minimum(maximum(own.last, cta.first), cta.last) : cta.first;
-    const int first = has_rows ? minimum(maximum(own.first, cta.first), last) : cta.first;
-    return {cta.last - 1, cta.last - last, last - first, first - cta.first};
+  FG_DEVICE QueryTile(const ForwardParams& params, const Place& at, int index)
+      : place(at), first_row(at.first_row + index * PRODUCT_ROWS), range(params, first_row, PRODUCT_ROWS) {
+    const TileRange<C> cta(params, at.first_row, C::BLOCK_Q);
+    const bool has_rows = first_row < params.seqlen_q;
+    const int last = has_rows ? minimum(maximum(range.last, cta.first), cta.last) : cta.first;
+    const int first = has_rows ? minimum(maximum(range.first, cta.first), last) : cta.first;
+    newest = cta.last - 1;
+    passed_first = cta.last - last;
+    seen = last - first;
+    passed_last = first - cta.first;
   }
+  FG_DEVICE int first_seen() const { return newest - passed_first; }
+  FG_DEVICE int row(int warp, int lane) const { return first_row + warp * 16 + lane / 4; }
 };
 
 template <class C>
@@ -168,14 +185,16 @@ struct Consumer {
   const MappedForwardParams& params;
   const u32 shared;
   const int index, warp, lane;  // of the warpgroup among the consumers, of the warp in the warpgroup, in the warp
-  RingPlace<C> at;
-  u32 round = 0;  // of the query tile
+  KeyValuePlace<C> at;
+  QueryPlace<C> query;
   WarpgroupSoftmax<C> softmax;
   float scores[Shape::SCORES], output[Shape::OUTPUTS];
   u32 weights[Shape::WEIGHTS];
 
   FG_DEVICE u32 barrier(int which) const { return Shape::barrier(shared, which); }
-  FG_DEVICE u32 queries() const { return row_operand(shared + static_cast<u32>(Shape::Q + index * Shape::Q_BYTES)); }
+  FG_DEVICE int query_slot() const { return query.stage * Shape::CONSUMERS + index; }
+  FG_DEVICE u32 query_tile() const { return shared + static_cast<u32>(Shape::Q + query_slot() * Shape::Q_BYTES); }
+  FG_DEVICE u32 queries() const { return row_operand(query_tile()); }
   FG_DEVICE u32 keys(int stage) const { return row_operand(shared + Shape::K) + static_cast<u32>(stage) * descriptor_step(Shape::K_BYTES); }
   FG_DEVICE u32 values(int stage) const {
     return column_operand(shared + Shape::V, C::BLOCK_KV) + static_cast<u32>(stage) * descriptor_step(Shape::V_BYTES);
@@ -189,20 +208,17 @@ struct Consumer {
     if constexpr (C::PING_PONG) barrier_arrive(Shape::TURN + (index + 1 == Shape::CONSUMERS ? 0 : index + 1), 256);
   }
 
-  FG_DEVICE void wait_keys(RingPlace<C> place) const { mbarrier_wait(barrier(Shape::K_FULL + place.stage), place.round); }
-  FG_DEVICE void wait_values(RingPlace<C> place) const { mbarrier_wait(barrier(Shape::V_FULL + place.stage), place.round); }
-  FG_DEVICE void release_keys(RingPlace<C> place) const { warp_release(barrier(Shape::K_EMPTY + place.stage)); }
-  FG_DEVICE void release_values(RingPlace<C> place) const { warp_release(barrier(Shape::V_EMPTY + place.stage)); }
+  FG_DEVICE void wait_keys(KeyValuePlace<C> place) const { mbarrier_wait(barrier(Shape::K_FULL + place.stage), place.round); }
+  FG_DEVICE void wait_values(KeyValuePlace<C> place) const { mbarrier_wait(barrier(Shape::V_FULL + place.stage), place.round); }
+  FG_DEVICE void release_keys(KeyValuePlace<C> place) const { warp_release(barrier(Shape::K_EMPTY + place.stage)); }
+  FG_DEVICE void release_values(KeyValuePlace<C> place) const { warp_release(barrier(Shape::V_EMPTY + place.stage)); }
 
-  // Tiles that this consumer does not see are given back unread, in order, with its turns: one per tile but the first that it computes, so
-  // a consumer that computes none leaves one out as well.
-  FG_DEVICE void pass_by(int tiles, int turns) {
+  // Tiles that this consumer does not see are given back unread, in order. Each takes a turn, as every tile does whose values are used.
+  FG_DEVICE void pass_by(int tiles) {
     FG_NO_UNROLL
     for (int i = 0; i < tiles; ++i) {
-      if (i < turns) {
-        take_turn();
-        pass_turn();
-      }
+      take_turn();
+      pass_turn();
       wait_keys(at);
       release_keys(at);
       wait_values(at);
@@ -228,20 +244,25 @@ struct Consumer {
   }
 
   // The first tile that is seen: nothing to overlap with yet.
-  FG_DEVICE void begin(const TileRange<C>& range, int row, int tile) {
+  FG_DEVICE void begin(const QueryTile<C>& tile) {
+    softmax.start();
+    FG_UNROLL
+    for (int i = 0; i < Shape::OUTPUTS; ++i) output[i] = 0.0f;
+    mbarrier_wait(barrier(Shape::Q_FULL + query_slot()), query.round);
+    pass_by(tile.passed_first);
+    if (tile.seen == 0) return;
     wait_keys(at);
     score_product<Shape::DEPTH_STEPS, Element>(scores, queries(), keys(at.stage));
     wgmma_wait<0>(scores);
     release_keys(at);
-    if (range.needs_mask(tile)) hide(row, tile);
+    if (tile.range.needs_mask(tile.first_seen())) hide(tile.row(warp, lane), tile.first_seen());
     softmax.update(scores, params.problem.scale_log2);
     pack_weights();
   }
 
   // The scores of this warp's 16 rows once more, by products of single warps, in the same registers.
   FG_DEVICE void recompute_scores(float (&target)[Shape::SCORES], int stage) const {
-    const u32 q = shared + static_cast<u32>(Shape::Q + index * Shape::Q_BYTES),
-              k = shared + static_cast<u32>(Shape::K + stage * Shape::K_BYTES);
+    const u32 q = query_tile(), k = shared + static_cast<u32>(Shape::K + stage * Shape::K_BYTES);
     FG_UNROLL
     for (int i = 0; i < Shape::SCORES; ++i) target[i] = 0.0f;
     FG_NO_UNROLL
@@ -265,9 +286,9 @@ struct Consumer {
     }
   }
 
-  FG_DEVICE void soften(const TileRange<C>& range, int row, int tile, int stage) {
-    const bool masked = range.needs_mask(tile);
-    if (masked) hide(row, tile);
+  FG_DEVICE void soften(const QueryTile<C>& tile, int number, int stage) {
+    const bool masked = tile.range.needs_mask(number);
+    if (masked) hide(tile.row(warp, lane), number);
     if (C::SOFTMAX_MODE == SOFTMAX_UNSEEN && !masked && softmax.settled) {
       if (softmax.update_unseen(scores, params.problem.scale_log2)) return;
       recompute_scores(scores, stage);
@@ -276,8 +297,8 @@ struct Consumer {
   }
 
   // Scores of the next tile and output of the present one are under way together; the softmax runs while the output is computed.
-  FG_DEVICE void advance(const TileRange<C>& range, int row, int tile) {
-    const RingPlace<C> next = at.next();
+  FG_DEVICE void advance(const QueryTile<C>& tile, int number) {
+    const KeyValuePlace<C> next = at.next();
     wait_keys(next);
     take_turn();
     score_product<Shape::DEPTH_STEPS, Element>(scores, queries(), keys(next.stage));
@@ -286,7 +307,7 @@ struct Consumer {
     pass_turn();
     wgmma_wait<1>(scores);
     if (C::SOFTMAX_MODE == SOFTMAX_LAZY) release_keys(next);
-    soften(range, row, tile, next.stage);
+    soften(tile, number, next.stage);
     if (C::SOFTMAX_MODE == SOFTMAX_UNSEEN) release_keys(next);  // not before: the scores may be computed again
     wgmma_wait<0>(output, weights, scores);
     release_values(at);
@@ -295,57 +316,61 @@ struct Consumer {
     at = next;
   }
 
-  FG_DEVICE void end() {
-    wait_values(at);
-    output_product<Element>(output, weights, values(at.stage));
-    wgmma_wait<0>(output, weights);
-    release_values(at);
-    at = at.next();
+  // The output of a query tile's last KV tile, with nothing else to compute.
+  FG_DEVICE void end(const QueryTile<C>& tile) {
+    if (tile.seen > 0) {
+      take_turn();
+      wait_values(at);
+      output_product<Element>(output, weights, values(at.stage));
+      pass_turn();
+      wgmma_wait<0>(output, weights);
+      release_values(at);
+      at = at.next();
+    }
+    pass_by(tile.passed_last);
+    store(tile, softmax.finish(params.problem.scale_log2));
   }
 
-  FG_DEVICE void compute(const Place& place) {
-    const int first_row = place.first_row + index * Shape::ROWS, row = first_row + warp * 16 + lane / 4;
-    const TileRange<C> cta(params.problem, place.first_row, C::BLOCK_Q), own(params.problem, first_row, Shape::ROWS);
-    const TileWalk walk = TileWalk::of<C>(cta, own, first_row < params.problem.seqlen_q);
-    FG_UNROLL
-    for (int i = 0; i < Shape::OUTPUTS; ++i) output[i] = 0.0f;
-    softmax.start();
-    mbarrier_wait(barrier(Shape::Q_FULL + index), round);
-    pass_by(walk.passed_first, walk.seen > 0 ? walk.passed_first : walk.passed_first - 1);
-    if (walk.seen > 0) {
-      int tile = walk.newest - walk.passed_first;
-      begin(own, row, tile);
+  FG_DEVICE void run() {
+    PlaceSequence<C> places = Shape::places(shared);
+    if (C::PING_PONG && index == 0) barrier_arrive(Shape::TURN, 256);  // the first turn is free
+    FG_NO_UNROLL
+    for (Place place = places.read(); place.first_row != NO_ROW; place = places.read()) {
+      const QueryTile<C> tile(params.problem, place, index);
+      begin(tile);
+      int number = tile.first_seen();
       FG_NO_UNROLL
-      for (int i = 1; i < walk.seen; ++i) advance(own, row, --tile);
+      for (int i = 1; i < tile.seen; ++i) advance(tile, --number);
+      warp_release(barrier(Shape::Q_EMPTY + query_slot()));
+      query = query.next();
+      end(tile);
     }
-    warp_release(barrier(Shape::Q_EMPTY + index));
-    if (walk.seen > 0) end();
-    pass_by(walk.passed_last, walk.passed_last);
-    round ^= 1;
-    softmax.finish();
-    store_lse(place, row);
+    if (C::EPILOGUE == EPILOGUE_BULK && warp == 0 && lane == 0) bulk_wait<0>();
+  }
+
+  // ---- epilogue ----
+
+  FG_DEVICE void store(const QueryTile<C>& tile, const SoftmaxResult& result) const {
+    store_lse(tile, result);
     if constexpr (C::EPILOGUE == EPILOGUE_BULK) {
-      store_bulk(place, first_row);
+      store_bulk(tile, result);
     } else {
-      store_direct(place, row);
+      store_direct(tile, result);
     }
   }
 
-  FG_DEVICE void store_lse(const Place& place, int row) const {
-    float* lse = lse_of(params.problem, place);
+  FG_DEVICE void store_lse(const QueryTile<C>& tile, const SoftmaxResult& result) const {
+    float* lse = lse_of(params.problem, tile.place);
+    const int row = tile.row(warp, lane);
     FG_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const float value = softmax.lse(r, params.problem.scale_log2);
-      if (lane % 4 == 0 && row + 8 * r < params.problem.seqlen_q) store_global(lse + row + 8 * r, value);
+      if (lane % 4 == 0 && row + 8 * r < params.problem.seqlen_q) store_global(lse + row + 8 * r, result.lse[r]);
     }
   }
 
-  FG_DEVICE u32 normalised_pair(int i, const float (&inverse)[2]) const {
-    return pack_pair(output[i] * inverse[row_of(i)], output[i + 1] * inverse[row_of(i)], Element{});
-  }
-  FG_DEVICE void inverse_sums(float (&inverse)[2]) const {
-    FG_UNROLL
-    for (int r = 0; r < 2; ++r) inverse[r] = softmax.empty(r) ? 0.0f : 1.0f / softmax.row_sum[r];
+  FG_DEVICE u32 normalised_pair(int i, const SoftmaxResult& result) const {
+    const float inverse = result.inverse_sum[row_of(i)];
+    return pack_pair(output[i] * inverse, output[i + 1] * inverse, Element{});
   }
 
   // Four lanes hold four 8-column tiles of one row, two columns each; afterwards each lane holds the 8 columns of one tile.
@@ -366,18 +391,17 @@ struct Consumer {
     }
   }
 
-  FG_DEVICE void store_direct(const Place& place, int row) const {
+  FG_DEVICE void store_direct(const QueryTile<C>& query_tile, const SoftmaxResult& result) const {
     constexpr int TILES = Shape::OUTPUTS / 4;  // of 8 columns
-    Element* o = head_of<Element>(params.problem.o, params.problem.o_strides, place.batch, place.head_q);
-    float inverse[2];
-    inverse_sums(inverse);
+    Element* o = head_of<Element>(params.problem.o, params.problem.o_strides, query_tile.place.batch, query_tile.place.head_q);
+    const int row = query_tile.row(warp, lane);
     FG_UNROLL
     for (int r = 0; r < 2; ++r) {
       FG_UNROLL
       for (int first = 0; first < TILES; first += 4) {
         u32 word[4];
         FG_UNROLL
-        for (int i = 0; i < 4; ++i) word[i] = normalised_pair(minimum(first + i, TILES - 1) * 4 + 2 * r, inverse);
+        for (int i = 0; i < 4; ++i) word[i] = normalised_pair(minimum(first + i, TILES - 1) * 4 + 2 * r, result);
         transpose_quad(word);
         const int tile = first + lane % 4;
         if (row + 8 * r >= params.problem.seqlen_q || tile >= TILES) continue;
@@ -387,19 +411,17 @@ struct Consumer {
     }
   }
 
-  FG_DEVICE void store_bulk(const Place& place, int first_row) const {
+  FG_DEVICE void store_bulk(const QueryTile<C>& query_tile, const SoftmaxResult& result) const {
     constexpr int TILES = Shape::OUTPUTS / 4;
     const u32 tile = shared + static_cast<u32>(Shape::O + index * Shape::O_BYTES);
     const bool leads = warp == 0 && lane == 0;
-    float inverse[2];
-    inverse_sums(inverse);
     if (leads) bulk_wait_read<0>();  // the store of the last tile has read the buffer
     barrier_sync(Shape::STORE + index, 128);
     FG_UNROLL
     for (int first = 0; first < TILES; first += 2) {
       u32 fragment[4];
       FG_UNROLL
-      for (int i = 0; i < 4; ++i) fragment[i] = normalised_pair(minimum(first + i / 2, TILES - 1) * 4 + i % 2 * 2, inverse);
+      for (int i = 0; i < 4; ++i) fragment[i] = normalised_pair(minimum(first + i / 2, TILES - 1) * 4 + i % 2 * 2, result);
       store_matrix_x4(tile + operand_offset(Shape::ROWS, warp * 16 + lane % 16, (first + lane / 16) * 8), fragment);
     }
     fence_proxy_async();
@@ -407,21 +429,11 @@ struct Consumer {
     if (leads) {
       FG_UNROLL
       for (int chunk = 0; chunk < chunks_of(C::HEAD_DIM_V); ++chunk) {
-        tma_store(&params.o, tile + static_cast<u32>(chunk * chunk_bytes(Shape::ROWS)), chunk * SWIZZLE_COLUMNS, first_row, place.head_q,
-                  place.batch, 0);
+        tma_store(&params.o, tile + static_cast<u32>(chunk * chunk_bytes(Shape::ROWS)), chunk * SWIZZLE_COLUMNS,
+                  query_tile.first_row, query_tile.place.head_q, query_tile.place.batch, 0);
       }
       bulk_commit();
     }
-  }
-
-  FG_DEVICE void run() {
-    const WorkOrder<C> order(params.problem);
-    TileSequence<C> sequence = Shape::tiles(shared);
-    if (C::PING_PONG && index == 0) barrier_arrive(Shape::TURN, 256);  // the first turn is free
-    FG_NO_UNROLL
-    for (int tile = sequence.read(order.tiles); tile != NO_TILE; tile = sequence.read(order.tiles))
-      compute(order.place(params.problem, tile));
-    if (C::EPILOGUE == EPILOGUE_BULK && warp == 0 && lane == 0) bulk_wait<0>();
   }
 };
 

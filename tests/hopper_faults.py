@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Mistakes planted into the candidate kernel: what, old text, new text."""
+"""Mistakes planted into the Hopper kernel: what, old text, new text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ FAULTS = (
     ("the output is not rescaled", "softmax.rescale_output(output);", ""),
     ("scores are read before they are there", "wgmma_wait<1>(scores);", ""),
     ("values are used before they have arrived", "wait_values(at);\n    output_product", "output_product"),
-    ("keys are never released", "FG_DEVICE void release_keys(RingPlace<C> place) const { warp_release", "FG_DEVICE void release_keys(RingPlace<C> place) const { if (place.stage < 0) warp_release"),
+    ("keys are never released", "FG_DEVICE void release_keys(KeyValuePlace<C> place) const { warp_release", "FG_DEVICE void release_keys(KeyValuePlace<C> place) const { if (place.stage < 0) warp_release"),
     ("the producer does not wait for a free slot", "mbarrier_wait(Shape::barrier(shared, Shape::K_EMPTY + at.stage), at.round ^ 1);", ""),
     ("half the bytes are expected", "mbarrier_expect(barrier, operand_bytes(ROWS, COLUMNS));", "mbarrier_expect(barrier, operand_bytes(ROWS, COLUMNS) / 2);"),
     ("the counter is drawn once too often", "atomic_increment_wrap(params.counters, tiles - 1)", "atomic_increment_wrap(params.counters, tiles)"),
     ("stores are not fenced before the bulk store", "fence_proxy_async();", ""),
     ("the output buffer is reused before it was read", "if (leads) bulk_wait_read<0>();", ""),
-    ("a consumer that sees nothing takes a turn too many", "walk.passed_first - 1)", "walk.passed_first)"),
-    ("queries are released before the last use", "if (walk.seen > 0) {\n      int tile", "warp_release(barrier(Shape::Q_EMPTY + index));\n    if (walk.seen > 0) {\n      int tile"),
+    ("passing by takes no turn", "take_turn();\n      pass_turn();\n      wait_keys(at)", "wait_keys(at)"),
+    ("queries are released before the last use", "int number = tile.first_seen();", "warp_release(barrier(Shape::Q_EMPTY + query_slot())); int number = tile.first_seen();"),
+    ("the next query tile adds to this one's output", "output[i] = 0.0f;\n    mbarrier_wait", "if (query.stage == 0) output[i] = 0.0f;\n    mbarrier_wait"),
+    ("queries are not waited for", "mbarrier_wait(barrier(Shape::Q_FULL + query_slot()), query.round);", ""),
+    ("a query tile begins with the sums of the last one", "softmax.start();", "if (query.stage == 0) softmax.start();"),
+    ("a place is read after it was given back", "const Place place = wait_and_load();\n    warp_release(empty + 8 * (turn % SLOTS));", "warp_release(empty + 8 * (turn % SLOTS));\n    const Place place = wait_and_load();"),
     ("values lie a chunk apart that is none", "return column_operand(shared + Shape::V, C::BLOCK_KV)", "return column_operand(shared + Shape::V, 2 * C::BLOCK_KV)"),
 )

@@ -1,40 +1,28 @@
-"""Families on trial (tests/candidates): exact on the emulated executor and accepted by the compiler, but not offered by the package."""
+"""The Hopper family on the emulated executor: sampled variants are exact, planted faults are rejected; and what the compiler says of it."""
 
 from __future__ import annotations
 
 import random
 import re
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from candidate_faults import FAULTS
+from hopper_faults import FAULTS
 
-from flashgen import certify, paths
+from flashgen import certify
 from flashgen.device import preset
 from flashgen.emulate import POLICIES, EmulatedExecutor, Policy
 from flashgen.errors import CompileError
 from flashgen.model import DType, Mask, Problem, Source, Variant, Verdict
 from flashgen.render import render
-from flashgen.space import Space, load_space, load_spaces
+from flashgen.space import Space, load_space
 
-CANDIDATES = Path(__file__).parent / "candidates"
 FEW_SMS = replace(preset("h200"), sm_count=3)  # several query tiles per CTA already in small problems
 
 
 @pytest.fixture(scope="module")
-def hopper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Space]:
-    """The space, with templates and spaces as they would be if the candidate were a family."""
-    root = tmp_path_factory.mktemp("with candidates")
-    for name, folder in (("templates", paths.templates()), ("search_spaces", paths.search_spaces())):
-        shutil.copytree(folder, root / name)
-        shutil.copytree(CANDIDATES / name, root / name, dirs_exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paths, "templates", lambda: root / "templates")
-        patch.setattr(paths, "search_spaces", lambda: root / "search_spaces")
-        yield load_space("hopper_forward")
+def hopper() -> Space:
+    return load_space("hopper_forward")
 
 
 def problem_of(dtype: DType, dims: tuple[int, int], mask: Mask) -> Problem:
@@ -47,10 +35,6 @@ def sampled(space: Space, seed: int) -> tuple[Problem, Source, Policy]:
     problem = problem_of(chosen.choice([DType.BFLOAT16, DType.FLOAT16]), chosen.choice([(64, 64), (128, 128), (80, 72), (40, 96)]), mask)
     variants = [variant for variant in space.bind(problem, FEW_SMS).feasible() if variant.as_dict()["block_kv"] <= 96]
     return problem, render(space, problem.klass(), chosen.choice(variants)), POLICIES[seed % len(POLICIES)]
-
-
-def test_a_candidate_is_not_offered_by_the_package() -> None:
-    assert "hopper_forward" not in {space.family for space in load_spaces("forward")}
 
 
 @pytest.mark.emulated
@@ -71,8 +55,8 @@ def test_a_sampled_variant_passes_the_whole_suite(hopper: Space, seed: int) -> N
 
 
 UNSEEN = {
-    "consumer_warpgroups": 2, "block_kv": 32, "num_stages": 2, "ping_pong": True, "epilogue": 1, "scheduler": 2, "softmax_mode": 1,
-    "head_section": 1, "rescale_threshold": 8,
+    "consumer_warpgroups": 2, "block_kv": 32, "num_stages": 2, "query_slots": 2, "ping_pong": True, "epilogue": 1, "scheduler": 2,
+    "softmax_mode": 1, "head_section": 1, "rescale_threshold": 8,
 }  # fmt: skip
 
 
@@ -89,13 +73,13 @@ def test_a_softmax_that_looks_at_sums_only_passes_the_whole_suite(hopper: Space)
     assert certificate.verdict is Verdict.EXACT, certificate.failure
 
 
-NEEDS_A_CAUSAL_MASK = {"a consumer that sees nothing takes a turn too many"}
+NEEDS_A_CAUSAL_MASK = {"passing by takes no turn"}
 NEEDS_TWO_CHUNKS = {"values lie a chunk apart that is none"}
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize(("what", "old", "new"), FAULTS, ids=[fault[0].replace(" ", "-") for fault in FAULTS])
-def test_a_fault_in_the_candidate_is_rejected(hopper: Space, what: str, old: str, new: str) -> None:
+def test_a_fault_in_the_kernel_is_rejected(hopper: Space, what: str, old: str, new: str) -> None:
     mask = Mask.causal() if what in NEEDS_A_CAUSAL_MASK else Mask()
     problem = problem_of(DType.BFLOAT16, (128, 128) if what in NEEDS_TWO_CHUNKS else (64, 64), mask)
     source = render(hopper, problem.klass(), hopper.bind(problem, FEW_SMS).variant(UNSEEN))
