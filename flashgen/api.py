@@ -52,7 +52,8 @@ def attention(
     causal: row i sees keys up to i + d, where d aligns the diagonal: seqlen_kv − seqlen_q ("bottom_right") or 0 ("top_left").
     window: (left, right) keys around the diagonal, -1 for no bound; with causal the right bound is 0. A row that sees no key is 0.
     scale: 1/sqrt(head_dim) by default. strict: raise UntunedProblem where no table entry serves, instead of the certified fallback.
-    deterministic: the forward pass always is; today's backward pass, a recomputation in torch, adds nothing of its own that is not.
+    deterministic: gradients with the same bits every time and in any batch; None follows torch.use_deterministic_algorithms as it stands
+    when they are computed. The forward pass always is.
 
     Operands whose last stride is not 1 are copied; any other strides are taken as they are. Runs on the current stream of the inputs'
     device. torch tensors have first-order gradients for o and lse.
@@ -61,7 +62,7 @@ def attention(
     """
     arguments.check_layout(layout)
     if torch_face is not None and isinstance(q, torch_face.Tensor):
-        return torch_face.attention(q, k, v, causal, alignment, window, scale, return_lse, layout, strict)
+        return torch_face.attention(q, k, v, causal, alignment, window, scale, return_lse, layout, strict, deterministic)
     from flashgen import arrays
 
     return arrays.attention(q, k, v, causal, alignment, window, scale, return_lse, layout, strict)
@@ -83,7 +84,8 @@ def explain(
 ) -> Answer:
     """What `attention` with the same arguments would run, and why; nothing is launched. Print the result.
 
-    Compiles and loads as the first call would; scale, return_lse and deterministic do not change the choice. Raises as `attention` does.
+    Where a torch tensor requires a gradient, `gradients` tells the same of the backward pass. Compiles and loads as the first call would;
+    scale and return_lse do not change the choice. Raises as `attention` does.
     """
     arguments.check_layout(layout)
     kind, left, right = arguments.resolve_mask(causal, window, alignment)
@@ -91,7 +93,8 @@ def explain(
         torch_face.check_tensors(q, k, v)
         if layout == "bshd":
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        answer: Answer = torch_face.explain(q, k, v, kind, alignment, left, right, strict).answer
+        options = torch_face.Options(1.0, kind, alignment, left, right, strict, deterministic)
+        answer: Answer = torch_face.explain(q, k, v, options)
         return answer
     from flashgen import arrays
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flashgen import launch
 from flashgen.errors import LaunchError
 from flashgen.launch import Operand
-from flashgen.model import Certificate, DeviceLimits, DType, ExecutorName, ForwardTensors, Problem, Source, Tensor
+from flashgen.model import BackwardTensors, Certificate, DeviceLimits, DType, ExecutorName, ForwardTensors, Problem, Source, Tensor
 from flashgen.space import Space
 
 if TYPE_CHECKING:
@@ -35,6 +35,12 @@ Strides = tuple[int, int, int]
 
 Launch = Callable[[int, int, int, int, int, int, int], None]
 """Enqueues one forward call: addresses of q, k, v, o, lse and workspace, and the raw handle of a stream of their device."""
+
+GRADIENT_OPERANDS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
+"""What a backward call takes besides lse and dlse, in the order of its strides."""
+
+BackwardLaunch = Callable[[Mapping[str, int], int], None]
+"""Enqueues one backward call: addresses of GRADIENT_OPERANDS, lse, dlse and workspace by name, and the raw handle of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,12 @@ class Backend(Protocol):
 
     def prepare(self, loaded: Loaded, problem: Problem, grids: Sequence[int], scale: float, strides: Sequence[Strides]) -> Launch:
         """All that does not depend on addresses, done once. `strides` are those of q, k, v and o. Raises InvalidProblem."""
+        ...
+
+    def prepare_backward(
+        self, loaded: Loaded, problem: Problem, grids: Sequence[int], scale: float, strides: Sequence[Strides]
+    ) -> BackwardLaunch:
+        """The same for a backward call. `strides` are those of GRADIENT_OPERANDS. Raises InvalidProblem."""
         ...
 
 
@@ -163,6 +175,21 @@ class DeviceBackend:
 
         return launch_once
 
+    def prepare_backward(
+        self, loaded: Loaded, problem: Problem, grids: Sequence[int], scale: float, strides: Sequence[Strides]
+    ) -> BackwardLaunch:
+        """The same for a backward call."""
+        kernel, source, fill = loaded.handle, loaded.source, gradient_template(problem, scale, strides)
+
+        def launch_once(addresses: Mapping[str, int], stream: int) -> None:
+            if _forked:
+                self.check_process()
+            plain = fill(addresses)
+            params = launch.source_params(source, plain, problem, self._counters(source, stream), self.name) if source.boxes else plain
+            kernel.launch(grids, params, stream)
+
+        return launch_once
+
     def _counters(self, source: Source, stream: int) -> int:
         """Address of zeroed words that no concurrent launch uses: one set per kernel and stream, and a new one per captured launch.
 
@@ -189,11 +216,11 @@ class DeviceBackend:
 
 def quick_task(state: MeasuringState, source: Source, compiled: Compiled, problem: Problem) -> Certificate:
     """In the measuring child: the quick suite on one kernel."""
-    from flashgen import certify
+    from flashgen import gate
     from flashgen.space import load_space
 
     state.executor.load(source, compiled)
-    return certify.quick(state.executor, load_space(source.family), source, problem, 0)
+    return gate.quick(state.executor, load_space(source.family), source, problem, 0)
 
 
 class EmulatedBackend:
@@ -222,9 +249,9 @@ class EmulatedBackend:
 
     def quick(self, space: Space, loaded: Loaded, problem: Problem) -> Certificate:
         """Here, on the CPU."""
-        from flashgen import certify
+        from flashgen import gate
 
-        return certify.quick(self._executor, space, loaded.source, problem, 0)
+        return gate.quick(self._executor, space, loaded.source, problem, 0)
 
     def prepare(self, loaded: Loaded, problem: Problem, grids: Sequence[int], scale: float, strides: Sequence[Strides]) -> Launch:
         """A launch runs to its end, and raises EmulationFault too."""
@@ -232,6 +259,18 @@ class EmulatedBackend:
         def launch_once(q: int, k: int, v: int, o: int, lse: int, workspace: int, stream: int) -> None:
             operands = tuple(Operand(address, each) for address, each in zip((q, k, v, o), strides, strict=True))
             self._executor.forward(loaded.source, problem, _host_tensors(problem, operands, lse), scale)
+
+        return launch_once
+
+    def prepare_backward(
+        self, loaded: Loaded, problem: Problem, grids: Sequence[int], scale: float, strides: Sequence[Strides]
+    ) -> BackwardLaunch:
+        """The same for a backward call."""
+
+        def launch_once(addresses: Mapping[str, int], stream: int) -> None:
+            at = {name: Operand(addresses[name], each) for name, each in zip(GRADIENT_OPERANDS, strides, strict=True)}
+            tensors = _host_gradients(problem, at, addresses["lse"], addresses["dlse"])
+            self._executor.backward(loaded.source, problem, tensors, scale)
 
         return launch_once
 
@@ -251,6 +290,24 @@ def parameter_template(problem: Problem, scale: float, strides: Sequence[Strides
     return fill
 
 
+def gradient_template(problem: Problem, scale: float, strides: Sequence[Strides]) -> Callable[[Mapping[str, int]], launch.BackwardStruct]:
+    """A function of addresses by name that gives the parameter block of one backward launch. Raises InvalidProblem for a bad scale."""
+    at = {name: Operand(0, each) for name, each in zip(GRADIENT_OPERANDS, strides, strict=True)}
+    template = launch.backward_params(problem, scale, at | {"lse": Operand(0, (0, 0, 0))}, 0)
+    rows_aligned = bool(template.forward.vector_access)
+    inner = ("q", "k", "v", "o", "lse", "workspace")
+
+    def fill(addresses: Mapping[str, int]) -> launch.BackwardStruct:
+        params, together = launch.BackwardStruct.from_buffer_copy(template), 0
+        for name, address in addresses.items():
+            setattr(params.forward if name in inner else params, name, address or None)
+            together |= address if name in GRADIENT_OPERANDS else 0
+        params.forward.vector_access = int(rows_aligned and together % launch.VECTOR_BYTES == 0)
+        return params
+
+    return fill
+
+
 def _host_tensors(problem: Problem, operands: Sequence[Operand], lse: int) -> ForwardTensors:
     """Views of host memory as the executor takes them."""
     rows_q, rows_kv = (problem.batch, problem.heads_q, problem.seqlen_q), (problem.batch, problem.heads_kv, problem.seqlen_kv)
@@ -260,6 +317,15 @@ def _host_tensors(problem: Problem, operands: Sequence[Operand], lse: int) -> Fo
     q, k, v, o = (_host_tensor(operand, shape, problem.dtype) for operand, shape in zip(operands, shapes, strict=True))
     sums = Operand(lse, (problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1))
     return ForwardTensors(q, k, v, o, _host_tensor(sums, (*rows_q, 1), DType.FLOAT32))
+
+
+def _host_gradients(problem: Problem, at: Mapping[str, Operand], lse: int, dlse: int) -> BackwardTensors:
+    """Views of host memory as the executor takes them."""
+    forward = _host_tensors(problem, [at[name] for name in "qkvo"], lse)
+    like = {"dout": forward.o, "dq": forward.q, "dk": forward.k, "dv": forward.v}
+    others: dict[str, Any] = {name: _host_tensor(at[name], each.shape, problem.dtype) for name, each in like.items()}
+    flowing = _host_tensor(Operand(dlse, forward.lse.strides[:3]), forward.lse.shape, DType.FLOAT32) if dlse else None
+    return BackwardTensors(**dict(forward.named()), dlse=flowing, **others)
 
 
 def _host_tensor(operand: Operand, shape: tuple[int, int, int, int], dtype: DType) -> Tensor:

@@ -9,7 +9,7 @@ import ctypes
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,14 +20,18 @@ from flashgen.cubins import Compiled
 from flashgen.errors import BusyDeviceWarning, LaunchError
 from flashgen.gpu import DeviceBuffer, Gpu
 from flashgen.launch import Operand
-from flashgen.model import Certificate, Measurement, Problem, Source, Verdict
+from flashgen.model import Certificate, Measurement, Op, Problem, Source, Verdict
 from flashgen.peers import DeviceArray, PeerOperands, PeerUnavailable
-from flashgen.runtime import DeviceExecutor, LoadedKernel, check_grids
-from flashgen.space import Space, load_space
+from flashgen.render import render
+from flashgen.runtime import DeviceExecutor, LoadedKernel, check_grids, present_limits
+from flashgen.space import Space, load_space, load_spaces
 from flashgen.timing import Launchable, Plan, Ratio
 
 POOL_ELEMENTS = 1_048_573
 """Normal numbers drawn once and repeated to fill the operands. A prime: no two rows of a head get the same numbers."""
+
+POOL_STARTS = {"q": 0, "k": POOL_ELEMENTS // 3, "v": POOL_ELEMENTS // 3 * 2, "dout": POOL_ELEMENTS // 2}
+"""Where in the pool an operand begins, so that no two hold the same numbers. All others are results."""
 
 LEAST_FLUSH_BYTES = 64 * 2**20
 MAX_FLUSHES = 20
@@ -95,39 +99,40 @@ class DeviceStopwatch:
 
 @dataclass(frozen=True)
 class BenchOperands:
-    """Random q, k, v and room for o and lse on one device, all (batch, rows, heads, columns) in memory as other libraries keep them."""
+    """Random q, k, v and room for o and lse on one device, all (batch, rows, heads, columns) in memory as other libraries keep them.
+
+    For a backward problem o and lse are those of a forward pass, dout is random, and there is room for dq, dk and dv; lse has no gradient.
+    """
 
     problem: Problem
     buffers: dict[str, DeviceBuffer] = field(repr=False)
     operands: dict[str, Operand]
 
-    def params(self, workspace: DeviceBuffer) -> launch.ForwardStruct:
-        """The parameter block of a launch on these operands."""
-        at = self.operands
-        lse = self.buffers["lse"].address
-        return launch.forward_params(self.problem, self.problem.scale, at["q"], at["k"], at["v"], at["o"], lse, workspace.address)
+    def params(self, workspace: DeviceBuffer, problem: Problem | None = None) -> launch.PlainStruct:
+        """The parameter block of a launch on these operands, of the problem's operation or that of `problem`."""
+        return launch.plain_params(problem or self.problem, self.problem.scale, self.operands, workspace.address)
 
     def for_peers(self, gpu: Gpu) -> PeerOperands:
         """The same memory for a peer."""
-        q, k, v = (
-            DeviceArray(self.operands[name].address, shape, self.problem.dtype, self.buffers[name]) for name, shape in self._inputs()
-        )
-        return PeerOperands(self.problem, gpu.index, q, k, v)
-
-    def _inputs(self) -> tuple[tuple[str, tuple[int, int, int, int]], ...]:
-        shapes = memory_shapes(self.problem)
-        return tuple((name, shapes[name]) for name in ("q", "k", "v"))
+        arrays = {
+            name: DeviceArray(self.operands[name].address, shape, self.problem.dtype, self.buffers[name])
+            for name, shape in memory_shapes(self.problem).items()
+        }
+        return PeerOperands(self.problem, gpu.index, arrays["q"], arrays["k"], arrays["v"], arrays.get("dout"))
 
 
 def memory_shapes(problem: Problem) -> dict[str, tuple[int, int, int, int]]:
-    """(batch, rows, heads, columns) of q, k, v and o."""
+    """(batch, rows, heads, columns) of q, k, v and o; for a backward problem also of dout, dq, dk and dv."""
     queries, keys = (problem.batch, problem.seqlen_q, problem.heads_q), (problem.batch, problem.seqlen_kv, problem.heads_kv)
-    return {
+    shapes = {
         "q": (*queries, problem.head_dim),
         "k": (*keys, problem.head_dim),
         "v": (*keys, problem.head_dim_v),
         "o": (*queries, problem.head_dim_v),
     }
+    if problem.op is Op.FORWARD:
+        return shapes
+    return shapes | {"dout": shapes["o"], "dq": shapes["q"], "dk": shapes["k"], "dv": shapes["v"]}
 
 
 def make_operands(gpu: Gpu, problem: Problem, seed: int) -> BenchOperands:
@@ -135,17 +140,18 @@ def make_operands(gpu: Gpu, problem: Problem, seed: int) -> BenchOperands:
     pool = np.random.default_rng(seed).standard_normal(POOL_ELEMENTS, np.float32)
     on_device = gpu.upload(reference.encode(pool, problem.dtype))
     buffers, operands = {}, {}
-    for turn, (name, shape) in enumerate(memory_shapes(problem).items()):
+    for name, shape in memory_shapes(problem).items():
         _, rows, heads, columns = shape
         size = int(np.prod(shape, dtype=np.int64)) * problem.dtype.bytes
         buffers[name] = gpu.allocate(size)
-        if name == "o":
-            gpu.fill(buffers[name])
+        if name in POOL_STARTS:
+            _tile(gpu, buffers[name], on_device, POOL_STARTS[name] * problem.dtype.bytes)
         else:
-            _tile(gpu, buffers[name], on_device, turn * (POOL_ELEMENTS // 3) * problem.dtype.bytes)
+            gpu.fill(buffers[name])
         operands[name] = Operand(buffers[name].address, (rows * heads * columns, columns, heads * columns))
     buffers["lse"] = gpu.allocate(problem.batch_heads * problem.seqlen_q * 4)
     gpu.fill(buffers["lse"])
+    operands["lse"] = Operand(buffers["lse"].address, (problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1))
     gpu.synchronize(f"Making operands for {problem}")
     return BenchOperands(problem, buffers, operands)
 
@@ -230,8 +236,21 @@ class MeasuringState:
             return self._operands[2]
         self.forget_operands()
         made = make_operands(self.gpu, problem, seed)
+        if problem.op is Op.BACKWARD:
+            self._run_forward(made)
         self._operands = (problem, seed, made)
         return made
+
+    def _run_forward(self, made: BenchOperands) -> None:
+        """Fill o and lse by the fastest fallback: the power that a backward pass draws, and so its time, depends on its numbers."""
+        problem, limits = replace(made.problem, op=Op.FORWARD, deterministic=False), present_limits(self.gpu)
+        bounds = [space.bind(problem, limits) for space in load_spaces(Op.FORWARD) if space.unsupported(problem, limits) is None]
+        bound = min(bounds, key=lambda each: cost.roofline_us(each, each.fallback()))
+        variant = bound.fallback()
+        source = render(bound.space, problem.klass(), variant)
+        kernel, workspace = self.executor.load(source), self.executor.workspace(bound.workspace_bytes(variant))
+        kernel.launch(bound.grids(variant), self.executor.params(source, made.params(workspace, problem), problem))
+        self.gpu.synchronize(f"Running the forward pass of {made.problem}")
 
     def forget_operands(self) -> None:
         """Give their memory back."""
@@ -265,7 +284,7 @@ def measure_task(
     plan: Plan | None = None,
     best_us: float | None = None,
 ) -> Timed:
-    """Certify one variant, then time it on a problem. An inexact one is not timed; `certify` is `certify.quick`, or None when already done.
+    """Certify one variant, then time it on a problem. An inexact one is not timed; `certify` is `gate.quick`, or None when already done.
 
     Raises CompileError, LaunchError.
     """

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from flashgen import cases, reference, suite
 from flashgen.cases import Inputs
 from flashgen.certify import TileSizes, expect, launch, tiles_of
-from flashgen.errors import InvalidProblem
-from flashgen.model import Executor, Source
+from flashgen.errors import InvalidProblem, UnsupportedProblem
+from flashgen.model import Executor, Op, Source
 from flashgen.suite import Case
 
 
@@ -36,6 +36,8 @@ def against(executor: Executor, space: TileSizes, source: Source, other: Source,
     """Run both sources, of one problem class, on the bounded cases of the first one's suite and compare outputs in ulp."""
     if source.klass != other.klass:
         raise InvalidProblem(f"Only kernels of one problem class can be compared; got {source.klass} and {other.klass}.")
+    if source.klass.op is not Op.FORWARD:
+        raise UnsupportedProblem(f"Kernels are compared by o and lse, so op must be forward; got {source.klass.op}. Certify each of them.")
     distances, largest, where, repeats = list[NDArray[np.int64]](), -1, "", [True, True]
     for case in suite.full_suite(source.klass, tiles_of(space, source)):
         inputs = expect(case, seed).inputs

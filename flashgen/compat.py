@@ -77,7 +77,8 @@ def flash_attn_func(
     """flash-attn 2's `flash_attn_func`: q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_kv, heads_kv, head_dim).
 
     causal aligns bottom right; window_size is (left, right), -1 for no bound. With return_attn_probs the result is (out, lse, None): the
-    log-sum-exp (batch, heads, seqlen_q), and no dropout pattern, as there is no dropout. dropout_p, softcap and alibi_slopes are refused.
+    log-sum-exp (batch, heads, seqlen_q), and no dropout pattern, as there is no dropout. Gradients are deterministic where the argument or
+    torch's own switch says so. dropout_p, softcap and alibi_slopes are refused.
     """
     _refuse("dropout_p", dropout_p, 0.0)
     _refuse("softcap", softcap, 0.0)
@@ -86,7 +87,7 @@ def flash_attn_func(
     window = (int(window_size[0]), int(window_size[1]))  # flash-attn takes tensors of one element too
     o, lse = attention(
         _padded(q), _padded(k), _padded(v),
-        causal=causal, window=window, scale=scale, return_lse=True, deterministic=deterministic, layout="bshd",
+        causal=causal, window=window, scale=scale, return_lse=True, deterministic=deterministic or None, layout="bshd",
     )  # fmt: skip
     return (_cut(o, columns), lse, None) if return_attn_probs else _cut(o, columns)
 

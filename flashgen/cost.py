@@ -11,10 +11,11 @@ L2 bound it from below.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flashgen.model import CompileReport, DeviceLimits, MaskKind, Problem, Resources, Variant
+from flashgen.model import CompileReport, DeviceLimits, MaskKind, Op, Problem, Resources, Variant
 from flashgen.space import BoundSpace
 
 EXP2_PER_CLOCK = 16  # per SM, sm_70 to sm_120
@@ -42,6 +43,9 @@ SUMS_ONLY = (1.25, 0.94)  # float32 work of the softmax that looks for the maxim
 EPILOGUE_CLOCKS = (1650, 660)  # registers to global memory; shared tile and bulk store; for 128 columns
 QUERY_CLOCKS = 130  # queries that arrive after the last tile
 SECTION_TAIL, STATIC_TAIL = 0.65, 2.0  # of a longest query tile
+
+
+_Pipes = Callable[[BoundSpace, dict[str, int]], dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +84,12 @@ def visible_pairs(problem: Problem) -> int:
 def flops(problem: Problem) -> int:
     """The operations that every TFLOP/s figure of this project divides by: visible pairs × (head_dim + head_dim_v) × 2, over all heads.
 
-    Hidden pairs count nothing. The common convention for causal masks, half of all pairs, differs by the diagonal: 1/seqlen of the total.
+    Backward: five products, three of them over head_dim and two over head_dim_v, whatever a kernel computes again. Hidden pairs count
+    nothing. The common convention for causal masks, half of all pairs, differs by the diagonal: 1/seqlen of the total.
     """
-    return 2 * visible_pairs(problem) * (problem.head_dim + problem.head_dim_v) * problem.batch_heads
+    backward = problem.op is Op.BACKWARD
+    columns = 3 * problem.head_dim + 2 * problem.head_dim_v if backward else problem.head_dim + problem.head_dim_v
+    return 2 * visible_pairs(problem) * columns * problem.batch_heads
 
 
 def resources(bound: BoundSpace, variant: Variant, report: CompileReport | None = None) -> Resources:
@@ -125,7 +132,8 @@ def traffic(bound: BoundSpace, variant: Variant, ctas_per_sm: int) -> Traffic:
     """Bytes that one run moves, with `ctas_per_sm` CTAs resident per SM."""
     problem, at = bound.problem, bound.names(variant)
     element, row = problem.dtype.bytes, (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes
-    once = problem.batch_heads * problem.seqlen_q * (row + 4)  # q, o, lse
+    backward = problem.op is Op.BACKWARD  # as many gradients as operands
+    once = problem.batch_heads * problem.seqlen_q * (2 * row + 8 if backward else row + 4)  # q, o, lse
     keys = problem.batch * problem.heads_kv * problem.seqlen_kv * row
     tiles, _, query_tiles = _tiles(problem, at.get("block_q", 64), at.get("block_kv", 64))
     read = max(keys, int(tiles * at.get("block_kv", 64) * row * problem.batch_heads)) if tiles else 0
@@ -137,6 +145,7 @@ def traffic(bound: BoundSpace, variant: Variant, ctas_per_sm: int) -> Traffic:
     matrices = 0
     if bound.space.definition.cost.get("materialised", 0):  # scores and probabilities are written and read in global memory
         matrices = 4 * problem.batch_heads * problem.seqlen_q * problem.seqlen_kv * element
+    once += keys if backward else 0
     return Traffic(once + missed + matrices, once + read + matrices)
 
 
@@ -179,6 +188,18 @@ def predict(bound: BoundSpace, variant: Variant, report: CompileReport | None = 
     return Prediction(launches + busiest + 0.1 * others, parts, ctas / (device.sm_count * taken.ctas_per_sm))
 
 
+def _in_passes(pipes: _Pipes) -> _Pipes:
+    """Clocks of all products, from those of a forward pass's two. A backward pass has five, or more where a variant computes some again."""
+
+    def all_products(bound: BoundSpace, at: dict[str, int]) -> dict[str, float]:
+        backward = bound.problem.op is Op.BACKWARD
+        passes = at.get("products", bound.space.definition.cost.get("products", 5)) / 2 if backward else 1.0
+        return {name: clocks * passes for name, clocks in pipes(bound, at).items()}
+
+    return all_products
+
+
+@_in_passes
 def _pipes(bound: BoundSpace, at: dict[str, int]) -> dict[str, float]:
     """Clocks that one tile of one CTA keeps each pipe of its SM busy."""
     device, problem, hints = bound.device, bound.problem, bound.space.definition.cost

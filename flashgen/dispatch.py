@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flashgen import paths, search, table, table_image, trust
-from flashgen.backends import Backend, DeviceBackend, EmulatedBackend, Loaded, Strides
+from flashgen.backends import Backend, BackwardLaunch, DeviceBackend, EmulatedBackend, Loaded, Strides
 from flashgen.errors import (
     FlashgenError,
     LaunchError,
@@ -60,6 +60,8 @@ class Answer:
     entry: TableEntry | None
     path: Path | None
     steps: tuple[str, ...]
+    gradients: Answer | str = ""
+    """What serves the backward pass, or in words why no kernel does; '' where no input wants a gradient."""
 
     def __str__(self) -> str:
         """The whole story, for people."""
@@ -67,6 +69,8 @@ class Answer:
         lines = [head, *(f"{number}. {step}" for number, step in enumerate(self.steps, 1))]
         if self.origin is Origin.FALLBACK:
             lines.append(f"Tune it: {tune_command(self.problem)}")
+        if self.gradients:
+            lines.append(f"Gradients: {self.gradients}")
         return "\n".join(lines)
 
 
@@ -122,6 +126,10 @@ class Dispatcher:
     def prepare(self, served: Served, scale: float, q: Strides, k: Strides, v: Strides, o: Strides) -> Callable[..., None]:
         """A function of the addresses of q, k, v, o, lse, workspace and the stream that enqueues one call; it raises LaunchError."""
         return self.backend.prepare(served.loaded, served.answer.problem, served.grids, scale, (q, k, v, o))
+
+    def prepare_backward(self, served: Served, scale: float, strides: Sequence[Strides]) -> BackwardLaunch:
+        """A function of addresses by name and the stream that enqueues one backward call; it raises LaunchError."""
+        return self.backend.prepare_backward(served.loaded, served.answer.problem, served.grids, scale, strides)
 
     def keep(self, key: object, plan: object) -> None:
         """Remember in `plans` what a caller prepared, until tables are read again."""

@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 
 from flashgen import paths
 from flashgen.errors import CompileError, EmulationFault, HomeNotWritable, LaunchError, MissingDependency, NotWritable
-from flashgen.launch import Operand, copied_for_maps, forward_params, source_params
-from flashgen.model import DeviceLimits, ExecutorName, ForwardTensors, Problem, Source, Tensor
+from flashgen.launch import Operand, copied_for_maps, copy_results_back, plain_params, source_params
+from flashgen.model import BackwardTensors, DeviceLimits, ExecutorName, ForwardTensors, Problem, Source, Tensor
 
 RUNTIME_OPTIONS = ("-O2", "-ftree-vectorize", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden")
 VARIANT_OPTIONS = ("-O1", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-gnu-unique", "-DFG_EMULATE")
@@ -544,13 +544,19 @@ class EmulatedExecutor:
 
         Raises CompileError, LaunchError, and EmulationFault with every broken rule; the buffers hold what the kernel wrote even then.
         """
+        self._run(source, problem, tensors, scale)
+
+    def backward(self, source: Source, problem: Problem, tensors: BackwardTensors, scale: float) -> None:
+        """The same for a backward source; results land in the buffers of dq, dk and dv."""
+        self._run(source, problem, tensors, scale)
+
+    def _run(self, source: Source, problem: Problem, tensors: ForwardTensors | BackwardTensors, scale: float) -> None:
         grids, workspace_bytes = self._grids(source, problem)
         used = copied_for_maps(tensors, problem.dtype) if source.boxes else tensors
         counters = np.zeros(source.counters, np.uint32)
         memory = Memory.for_buffers([*(tensor.buffer.nbytes for _, tensor in used.named()), workspace_bytes, counters.nbytes])
-        operands = {name: _operand(memory, tensor, name in ("o", "lse")) for name, tensor in used.named()}
-        lse_address, workspace_address = operands.pop("lse").address, memory.scratch(workspace_bytes)
-        plain = forward_params(problem, scale, **operands, lse_address=lse_address, workspace_address=workspace_address)
+        at = {name: _operand(memory, tensor, name in used.outputs) for name, tensor in used.named()}
+        plain = plain_params(problem, scale, at, memory.scratch(workspace_bytes))
         params = source_params(source, plain, problem, memory.place(counters, True) if source.counters else 0, self.name)
         self.last_report = EmulationReport()
         for entry, grid in zip(source.entry_points, grids, strict=True):
@@ -561,8 +567,7 @@ class EmulatedExecutor:
             if self.last_report.num_faults:
                 break
         memory.fetch()
-        if used.o is not tensors.o:
-            tensors.o.view()[...] = used.o.view()
+        copy_results_back(used, tensors)
         self.last_report.check(f"{source.variant} for {problem} under {self.policy}")
         if counters.any():
             raise EmulationFault(f"{source.variant} for {problem} left its counters at {counters.tolist()}; the next launch needs zeros.")

@@ -19,6 +19,7 @@ from flashgen.model import (
     DeviceLimits,
     ExecutorName,
     Measurement,
+    Op,
     Outcome,
     Problem,
     Source,
@@ -207,12 +208,12 @@ class DeviceEvaluator(_Compiling):
 
     def evaluate(self, variant: Variant, best_us: float | None) -> Trial:
         """One trial in the child."""
-        from flashgen import bench, certify
+        from flashgen import bench, gate
 
         trial = self._built(variant)
         if trial.outcome is not Outcome.OK:
             return trial
-        arguments = (self.source(variant), self.compiled(variant), self.problem, certify.quick, self.seed, None, best_us)
+        arguments = (self.source(variant), self.compiled(variant), self.problem, gate.quick, self.seed, None, best_us)
         try:
             timed = self.child.call(str(variant), bench.measure_task, *arguments)
         except FlashgenError as problem:
@@ -267,7 +268,7 @@ class DeviceEvaluator(_Compiling):
         except (CompileError, LaunchError, WorkerLost) as problem:
             if isinstance(problem, WorkerLost) and problem.reason == "not_started":
                 raise
-            return _refused(self.executor, str(problem))
+            return _refused(self.problem.op, self.executor, str(problem))
 
     def _sound(self, variants: Sequence[Variant]) -> list[Variant]:
         """Those that still run alone; at least one fewer than given."""
@@ -303,15 +304,15 @@ class PredictedEvaluator(_Compiling):
 
     def certify(self, variant: Variant) -> Certificate:
         """The whole suite on the CPU."""
-        from flashgen import certify
+        from flashgen import gate
         from flashgen.emulate import EmulatedExecutor
 
         try:
-            return certify.full(
+            return gate.full(
                 EmulatedExecutor(self.device), self.bounds[variant.family].space, self.source(variant), self.problem, self.seed
             )
         except (CompileError, LaunchError, EmulationFault) as problem:
-            return _refused(self.executor, str(problem))
+            return _refused(self.problem.op, self.executor, str(problem))
 
 
 class RecordedSpace(BoundSpace):
@@ -374,11 +375,11 @@ def outcome_of(problem: FlashgenError) -> Outcome:
 
 def certify_task(state: MeasuringState, source: Source, compiled: Compiled, problem: Problem, seed: int) -> Certificate:
     """In the measuring child: the whole suite on one variant."""
-    from flashgen import certify
+    from flashgen import gate
     from flashgen.space import load_space
 
     state.executor.load(source, compiled)
-    return certify.full(state.executor, load_space(source.family), source, problem, seed)
+    return gate.full(state.executor, load_space(source.family), source, problem, seed)
 
 
 def driver_task(state: MeasuringState) -> str:
@@ -386,10 +387,10 @@ def driver_task(state: MeasuringState) -> str:
     return state.telemetry.driver_version()
 
 
-def _refused(executor: ExecutorName, failure: str) -> Certificate:
-    from flashgen import certify, suite
+def _refused(op: Op, executor: ExecutorName, failure: str) -> Certificate:
+    from flashgen import gate
 
-    return Certificate(Verdict.INEXACT, suite.SUITE, certify.suite_digest(), executor, 0, 0, 0.0, "", 0.0, failure)
+    return Certificate(Verdict.INEXACT, gate.suite_name(op), gate.suite_digest(op), executor, 0, 0, 0.0, "", 0.0, failure)
 
 
 def _cupy_version() -> str:

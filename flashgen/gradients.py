@@ -74,6 +74,19 @@ def head(q: Floats, k: Floats, v: Floats, dout: Floats, dlse: Floats, seen: NDAr
     return Gradients(scores @ k, scores.T @ q, probabilities.T @ dout)
 
 
+def from_saved(q: Floats, k: Floats, v: Floats, given: Saved, seen: NDArray[np.bool_], scale: float) -> Gradients:
+    """Float64 gradients of one head from any o and lse, not only those of an exact forward pass; shapes as in `head`.
+
+    Rows stand alone in dq, keys in dk and dv: a part of the rows gives theirs, and a part of the keys with all rows gives theirs.
+    """
+    q, k, v, dout, o = (x.astype(np.float64) for x in (q, _seen_rows(k, seen), _seen_rows(v, seen), given.dout, given.o))
+    base = np.where(np.isneginf(given.lse), 0.0, given.lse.astype(np.float64))[:, None]
+    probabilities = np.exp(np.where(seen, q @ k.T * scale - base, -np.inf))
+    delta = (dout * o).sum(axis=1) - given.dlse
+    scores = probabilities * (dout @ v.T - delta[:, None]) * scale
+    return Gradients(scores @ k, scores.T @ q, probabilities.T @ dout)
+
+
 def plain(q: Floats, k: Floats, v: Floats, given: Saved, problem: Problem, scale: float) -> Gradients:
     """The textbook computation in the element type, from what the forward pass saved, rounded to the type at the end.
 

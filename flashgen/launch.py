@@ -6,16 +6,18 @@ Each ctypes structure is the twin of one in templates/include/params.cuh.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import log2
+from typing import Any, TypeVar
 
 from flashgen.errors import InvalidProblem
-from flashgen.model import DType, ExecutorName, ForwardTensors, MaskKind, Problem, Source, Tensor
+from flashgen.model import BackwardTensors, DType, ExecutorName, ForwardTensors, MaskKind, Op, Problem, Source, Tensor
 from flashgen.tensor_map import MAP_BYTES, MapBytes, TensorMapSpec
 
 LOG2_E = 1.4426950408889634
 VECTOR_BYTES = 16
+_Tensors = TypeVar("_Tensors", bound=ForwardTensors | BackwardTensors)
 
 
 class StridesStruct(ctypes.Structure):
@@ -62,6 +64,31 @@ class MappedForwardStruct(ctypes.Structure):
     ]
 
 
+class BackwardStruct(ctypes.Structure):
+    """Twin of fg::BackwardParams. `forward` holds what the forward pass had; its workspace is the backward pass's own."""
+
+    _fields_ = [
+        ("forward", ForwardStruct),
+        *((name, ctypes.c_void_p) for name in ("dout", "dlse", "dq", "dk", "dv")),
+        *((f"{name}_strides", StridesStruct) for name in ("dout", "dq", "dk", "dv")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class MappedBackwardStruct(ctypes.Structure):
+    """Twin of fg::MappedBackwardParams. Names with query_ are second maps of the same tensors, for a loop with other tiles."""
+
+    _fields_ = [
+        *((name, MapBytes) for name in ("q", "k", "v", "dout", "query_q", "query_k", "query_v", "query_dout")),
+        ("problem", BackwardStruct),
+        ("counters", ctypes.c_void_p),
+        ("padding", ctypes.c_ubyte * (-(ctypes.sizeof(BackwardStruct) + ctypes.sizeof(ctypes.c_void_p)) % MAP_BYTES)),
+    ]
+
+
+PlainStruct = ForwardStruct | BackwardStruct
+
+
 @dataclass(frozen=True, slots=True)
 class Operand:
     """Address in bytes and (batch, head, row) strides in elements of one tensor whose last stride is 1."""
@@ -89,35 +116,70 @@ def forward_params(
     return params
 
 
-def source_params(
-    source: Source, plain: ForwardStruct, problem: Problem, counters_address: int, executor: ExecutorName
-) -> ctypes.Structure:
-    """The parameter block that `source` takes: `plain` itself, or with tensor maps and counters around it. Raises LaunchError."""
-    if not source.boxes:
-        return plain
-    params = MappedForwardStruct(problem=plain, counters=counters_address)
-    for name, rows in source.boxes:
-        encoded = map_of(name, rows, plain, problem).encode(executor)
-        ctypes.memmove(ctypes.addressof(params) + getattr(MappedForwardStruct, name).offset, encoded, MAP_BYTES)
+def backward_params(problem: Problem, scale: float, at: Mapping[str, Operand], workspace_address: int) -> BackwardStruct:
+    """The parameter block of one backward launch, from operands named as in `BackwardTensors`; dlse may be absent.
+
+    Raises InvalidProblem for a scale that is not a positive finite number.
+    """
+    lse, dlse = at["lse"], at.get("dlse")
+    params = BackwardStruct(
+        forward=forward_params(problem, scale, at["q"], at["k"], at["v"], at["o"], lse.address, workspace_address),
+        dlse=dlse.address if dlse else None, scale=scale,
+    )  # fmt: skip
+    for name in ("dout", "dq", "dk", "dv"):
+        setattr(params, name, at[name].address)
+        setattr(params, f"{name}_strides", StridesStruct(*at[name].strides))
+    rows = [operand for name, operand in at.items() if name not in ("lse", "dlse")]
+    params.forward.vector_access = int(all_rows_aligned(rows, problem.dtype.bytes))
     return params
 
 
-def map_of(name: str, rows: int, plain: ForwardStruct, problem: Problem) -> TensorMapSpec:
-    """The tensor map of q, k, v or o: dims (columns, rows, heads, batch), boxes of 64 columns of `rows` rows."""
-    heads, length = (problem.heads_q, problem.seqlen_q) if name in "qo" else (problem.heads_kv, problem.seqlen_kv)
-    columns, size = (problem.head_dim if name in "qk" else problem.head_dim_v), problem.dtype.bytes
-    strides = getattr(plain, f"{name}_strides")
+def plain_params(problem: Problem, scale: float, at: Mapping[str, Operand], workspace_address: int) -> PlainStruct:
+    """The parameter block of one launch of the problem's operation, from operands by name. Raises InvalidProblem for a bad scale."""
+    if problem.op is Op.BACKWARD:
+        return backward_params(problem, scale, at, workspace_address)
+    return forward_params(problem, scale, at["q"], at["k"], at["v"], at["o"], at["lse"].address, workspace_address)
+
+
+def source_params(source: Source, plain: PlainStruct, problem: Problem, counters_address: int, executor: ExecutorName) -> ctypes.Structure:
+    """The parameter block that `source` takes: `plain` itself, or with tensor maps and counters around it. Raises LaunchError."""
+    if not source.boxes:
+        return plain
+    mapped = MappedForwardStruct if isinstance(plain, ForwardStruct) else MappedBackwardStruct
+    params = mapped(problem=plain, counters=counters_address)
+    for name, rows in source.boxes:
+        encoded = map_of(name, rows, plain, problem).encode(executor)
+        ctypes.memmove(ctypes.addressof(params) + getattr(mapped, name).offset, encoded, MAP_BYTES)
+    return params
+
+
+def map_of(name: str, rows: int, plain: PlainStruct, problem: Problem) -> TensorMapSpec:
+    """The tensor map of one tensor: dims (columns, rows, heads, batch), boxes of 64 columns of `rows` rows."""
+    name = name.removeprefix("query_")
+    heads, length = (problem.heads_kv, problem.seqlen_kv) if name in "kv" else (problem.heads_q, problem.seqlen_q)
+    columns = problem.head_dim_v if name in ("v", "o", "dout") else problem.head_dim
+    holder = plain if hasattr(plain, name) else plain.forward
+    strides, size = getattr(holder, f"{name}_strides"), problem.dtype.bytes
     # A stride along an extent of 1 is never used, and an empty tensor is never read; both must still be numbers that the driver takes.
     pairs = ((strides.row, length), (strides.head, heads), (strides.batch, problem.batch))
     in_bytes = tuple(stride * size if extent > 1 else 16 for stride, extent in pairs)
     dims = (columns, max(1, length), heads, max(1, problem.batch))
-    return TensorMapSpec(getattr(plain, name) or 16, problem.dtype, dims, in_bytes, (64, rows, 1, 1))
+    return TensorMapSpec(getattr(holder, name) or 16, problem.dtype, dims, in_bytes, (64, rows, 1, 1))
 
 
-def copied_for_maps(tensors: ForwardTensors, dtype: DType) -> ForwardTensors:
+def copied_for_maps(tensors: _Tensors, dtype: DType) -> _Tensors:
     """The tensors, those that no tensor map can describe (unaligned rows, repeated heads) replaced by contiguous copies."""
-    q, k, v, o = (each if mappable(each, dtype) else contiguous_copy(each) for each in (tensors.q, tensors.k, tensors.v, tensors.o))
-    return ForwardTensors(q, k, v, o, tensors.lse)
+    elements = ((name, tensor) for name, tensor in tensors.named() if name not in ("lse", "dlse"))
+    copies: dict[str, Any] = {name: contiguous_copy(tensor) for name, tensor in elements if not mappable(tensor, dtype)}
+    return replace(tensors, **copies)
+
+
+def copy_results_back(used: _Tensors, tensors: _Tensors) -> None:
+    """Results of a run on the tensors of `copied_for_maps`, copied to where the caller wants them."""
+    given = dict(tensors.named())
+    for name, tensor in used.named():
+        if name in tensors.outputs and tensor is not given[name]:
+            given[name].view()[...] = tensor.view()
 
 
 def mappable(tensor: Tensor, dtype: DType) -> bool:

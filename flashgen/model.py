@@ -23,6 +23,7 @@ class Op(StrEnum):
     """What is computed."""
 
     FORWARD = "forward"
+    BACKWARD = "backward"
 
 
 class DType(StrEnum):
@@ -168,7 +169,8 @@ class Problem:
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
         lengths = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_kv else f"{self.seqlen_q}x{self.seqlen_kv}"
         heads = f"h{self.heads_q}" if self.heads_q == self.heads_kv else f"h{self.heads_q}:{self.heads_kv}"
-        return f"{self.op} {self.dtype} {dims} s{lengths} b{self.batch} {heads} {self.mask}"
+        suffix = " deterministic" if self.deterministic else ""
+        return f"{self.op} {self.dtype} {dims} s{lengths} b{self.batch} {heads} {self.mask}{suffix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +309,41 @@ class ForwardTensors:
         """Name and tensor, inputs first."""
         return (("q", self.q), ("k", self.k), ("v", self.v), ("o", self.o), ("lse", self.lse))
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of what a kernel writes."""
+        return ("o", "lse")
+
+
+@dataclass(frozen=True)
+class BackwardTensors:
+    """Operands of one backward call: what the forward pass had and gave, the gradients that flow in, and those that come out.
+
+    `lse` and `dlse` are contiguous (batch, heads_q, seqlen_q) views with one column; `dlse` is None where nothing depends on lse.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def named(self) -> tuple[tuple[str, Tensor], ...]:
+        """Name and tensor, inputs first; without `dlse` where there is none."""
+        inputs = (("q", self.q), ("k", self.k), ("v", self.v), ("o", self.o), ("lse", self.lse), ("dout", self.dout))
+        flowing = (("dlse", self.dlse),) if self.dlse is not None else ()
+        return (*inputs, *flowing, ("dq", self.dq), ("dk", self.dk), ("dv", self.dv))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of what a kernel writes."""
+        return ("dq", "dk", "dv")
+
 
 class ExecutorName(StrEnum):
     """Who ran a kernel."""
@@ -333,6 +370,14 @@ class Executor(Protocol):
         Workspaces are allocated by the executor and filled with NaN bytes before the launch.
         Raises CompileError, LaunchError, EmulationFault.
         """
+        ...
+
+
+class BackwardExecutor(Executor, Protocol):
+    """An executor that also runs backward sources."""
+
+    def backward(self, source: Source, problem: Problem, tensors: BackwardTensors, scale: float) -> None:
+        """As `forward`; results land in the buffers of `tensors.dq`, `tensors.dk` and `tensors.dv`."""
         ...
 
 
@@ -376,6 +421,7 @@ class Certificate:
     worst_case: str
     lse_abs_error: float
     failure: str = ""  # the first failing case and its error, when inexact
+    deterministic: bool | None = None  # of a backward kernel: whether equal inputs gave equal bits, always and in any batch
 
 
 class Outcome(StrEnum):

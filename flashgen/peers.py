@@ -1,16 +1,18 @@
 """Attention of other libraries, to be timed beside ours: torch's SDPA (FlashAttention-2 and cuDNN backends), FlashAttention-3 and -4.
 
+A backward problem times the peer's backward pass alone, through torch's autograd, in the peer's default mode.
+
 Each is imported when first asked for. One that is absent, or cannot compute the problem, says why; it is never replaced by another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flashgen.errors import FlashgenError
-from flashgen.model import UNLIMITED, Alignment, DType, MaskKind, Problem
+from flashgen.model import UNLIMITED, Alignment, DType, MaskKind, Op, Problem
 
 TORCH_INSTALL = 'install torch: pip install "flashgen[torch]"'
 
@@ -47,6 +49,8 @@ class PeerOperands:
     q: DeviceArray
     k: DeviceArray
     v: DeviceArray
+    dout: DeviceArray | None = None  # of a backward problem
+    leaves: tuple[Any, ...] = ()  # q, k and v as torch tensors that want gradients, in place of the arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,15 +72,14 @@ def prepare(name: str, operands: PeerOperands) -> PeerLaunch:
         raise PeerUnavailable(f"There is no peer {name!r}; the peers are {', '.join(PEERS)}.")
     torch = _torch(operands.device)
     try:
-        with torch.no_grad():
-            run = maker(torch, operands)
-            run()
-            torch.cuda.synchronize(operands.device)
+        run = _backward(torch, maker, operands) if operands.problem.op is Op.BACKWARD else _without_gradients(torch, maker(torch, operands))
+        run()
+        torch.cuda.synchronize(operands.device)
     except PeerUnavailable:
         raise
     except Exception as error:  # a peer may fail in any way; that is its result
         raise PeerUnavailable(f"{name} cannot compute {operands.problem} here: {_first_line(error)}") from error
-    return PeerLaunch(name, _without_gradients(torch, run))
+    return PeerLaunch(name, run)
 
 
 def as_torch(torch: Any, array: DeviceArray, device: int) -> Any:
@@ -103,13 +106,25 @@ def _without_gradients(torch: Any, run: Callable[[], Any]) -> Callable[[], Any]:
     return guarded
 
 
+def _backward(torch: Any, maker: Callable[[Any, PeerOperands], Callable[[], Any]], operands: PeerOperands) -> Callable[[], Any]:
+    """The backward pass of a peer: its forward pass once, then the gradients of q, k and v as often as asked."""
+    assert operands.dout is not None
+    leaves = [as_torch(torch, array, operands.device).detach().requires_grad_() for array in (operands.q, operands.k, operands.v)]
+    with torch.enable_grad():
+        o = maker(torch, replace(operands, leaves=tuple(leaves)))()
+    o = o[0] if isinstance(o, tuple) else o
+    dout = as_torch(torch, operands.dout, operands.device)
+    dout = dout if o.shape == dout.shape else dout.transpose(1, 2)
+    return lambda: torch.autograd.grad(o, leaves, dout, retain_graph=True)
+
+
 def _first_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 def _tensors(torch: Any, operands: PeerOperands) -> list[Any]:
-    return [as_torch(torch, array, operands.device) for array in (operands.q, operands.k, operands.v)]
+    return list(operands.leaves) or [as_torch(torch, array, operands.device) for array in (operands.q, operands.k, operands.v)]
 
 
 def _sdpa(torch: Any, operands: PeerOperands, backend: str) -> Callable[[], Any]:

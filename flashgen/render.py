@@ -26,7 +26,7 @@ DECLARED = frozenset({"title", "template", "element", "constants", "entry_points
 
 _ELEMENT = {DType.FLOAT32: "Float", DType.FLOAT16: "Half", DType.BFLOAT16: "BFloat16"}
 _MASK = {MaskKind.NONE: 0, MaskKind.CAUSAL: 1, MaskKind.WINDOW: 2}
-_PARAMS = {Op.FORWARD: "ForwardParams"}
+_PARAMS = {Op.FORWARD: "ForwardParams", Op.BACKWARD: "BackwardParams"}
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"\s*$')
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 

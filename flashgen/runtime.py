@@ -12,7 +12,7 @@ from flashgen import compiler, launch
 from flashgen.cubins import Compiled, CubinStore
 from flashgen.errors import FlashgenError, LaunchError
 from flashgen.gpu import DEFAULT_STREAM, DeviceBuffer, Gpu, cupy, launch_errors
-from flashgen.model import DeviceLimits, EntryPoint, ExecutorName, ForwardTensors, Problem, Source, Tensor, Variant
+from flashgen.model import BackwardTensors, DeviceLimits, EntryPoint, ExecutorName, ForwardTensors, Problem, Source, Tensor, Variant
 
 DEFAULT_SHARED_BYTES = 48 * 1024
 """Static plus dynamic shared memory that a CTA gets without asking; from here on the function must opt in."""
@@ -196,6 +196,13 @@ class DeviceExecutor:
 
         The workspace is NaN before the launch. Raises CompileError, LaunchError.
         """
+        self._run(source, problem, tensors, scale)
+
+    def backward(self, source: Source, problem: Problem, tensors: BackwardTensors, scale: float) -> None:
+        """The same for a backward source."""
+        self._run(source, problem, tensors, scale)
+
+    def _run(self, source: Source, problem: Problem, tensors: ForwardTensors | BackwardTensors, scale: float) -> None:
         kernel = self.load(source)
         bound = self.bound(source, problem, crowded=True)
         grids = bound.grids(source.variant)
@@ -204,16 +211,15 @@ class DeviceExecutor:
         copies = {id(tensor.buffer): (tensor.buffer, self.gpu.upload(tensor.buffer)) for _, tensor in used.named()}
         workspace = self.workspace(bound.workspace_bytes(source.variant))
         at = {name: operand(tensor, copies[id(tensor.buffer)][1]) for name, tensor in used.named()}
-        plain = launch.forward_params(problem, scale, at["q"], at["k"], at["v"], at["o"], at["lse"].address, workspace.address)
+        plain = launch.plain_params(problem, scale, at, workspace.address)
         kernel.launch(grids, self.params(source, plain, problem))
         self.gpu.synchronize(f"{source.variant} on {problem}")
         for array, buffer in copies.values():
             self.gpu.download(buffer, array)
-        if used.o is not tensors.o:
-            tensors.o.view()[...] = used.o.view()
+        launch.copy_results_back(used, tensors)
         self.check_counters(source)
 
-    def params(self, source: Source, plain: launch.ForwardStruct, problem: Problem, stream: int = DEFAULT_STREAM) -> ctypes.Structure:
+    def params(self, source: Source, plain: launch.PlainStruct, problem: Problem, stream: int = DEFAULT_STREAM) -> ctypes.Structure:
         """The parameter block that `source` takes, with counters of its own per stream, so that concurrent launches share none."""
         key = source.digest, stream
         if source.counters and key not in self._counters:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from flashgen import arguments, recompute, torch_face
+from flashgen import arguments, torch_face, torch_gradients
 from flashgen.errors import UnsupportedProblem
-from flashgen.model import Alignment, Mask
+from flashgen.torch_tensors import Options, check_tensors
 
 
 class Handle:
@@ -43,9 +43,9 @@ def forward(
             f"dropout_p must be 0 and return_debug_mask False; got {dropout_p} and {return_debug_mask}. Call "
             "torch.nn.attention.restore_flash_attention_impl() to go back to torch's own kernels."
         )
-    torch_face.check_tensors(query, key, value)
+    check_tensors(query, key, value)
     scale = arguments.resolve_scale(scale, query.shape[3])
-    o, lse = torch_face.run(query, key, value, scale, "causal" if is_causal else "none", "top_left", -1, -1, False)
+    o, lse = torch_face.run(query, key, value, _options(scale, is_causal))
     random = (torch.zeros(2, dtype=torch.uint64, device=query.device), torch.zeros((), dtype=torch.uint64, device=query.device))
     return (_laid_out_as(o, query), lse, None, None, query.shape[2], key.shape[2], *random, query.new_empty(0))
 
@@ -55,13 +55,14 @@ def backward(
     cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, philox_seed: Any, philox_offset: Any,
     *, scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """aten::_scaled_dot_product_flash_attention_backward, by recomputation."""
-    mask = Mask.causal(Alignment.TOP_LEFT) if is_causal else Mask()
-    found = recompute.gradients(
-        grad_out, None, query, key, value, out, logsumexp,
-        scale=arguments.resolve_scale(scale, query.shape[3]), mask=mask, needs=(True, True, True),
-    )  # fmt: skip
+    """aten::_scaled_dot_product_flash_attention_backward."""
+    options = _options(arguments.resolve_scale(scale, query.shape[3]), is_causal)
+    found = torch_gradients.run(grad_out, None, query, key, value, out, logsumexp, options)
     return tuple(_laid_out_as(each, like) for each, like in zip(found, (query, key, value), strict=True))
+
+
+def _options(scale: float, is_causal: bool) -> Options:
+    return Options(scale, "causal" if is_causal else "none", "top_left", -1, -1, False, None)
 
 
 def _laid_out_as(tensor: Any, like: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,11 @@ class Space:
         """Words of device memory that a launch finds zero and leaves zero."""
         return self.definition.counters
 
+    def deterministic(self, klass: ProblemClass, variant: Variant) -> bool:
+        """Whether equal inputs give equal bits, every time and in any batch. Raises InfeasibleVariant."""
+        rule = self.definition.deterministic
+        return rule is None or bool(self._value("deterministic", rule, self._class_names(klass, variant)))
+
     def bind(self, problem: Problem, device: DeviceLimits) -> BoundSpace:
         """The space for one problem on one device. Raises UnsupportedProblem with the reason."""
         reason = self.unsupported(problem, device)
@@ -398,7 +403,7 @@ def _words(constraint: Constraint, at: Mapping[str, int]) -> str:
 
 def _class_values(klass: ProblemClass) -> dict[str, int]:
     values = {"problem.head_dim": klass.head_dim, "problem.head_dim_v": klass.head_dim_v, "problem.element_bytes": klass.dtype.bytes}
-    values["problem.is_bfloat16"] = int(klass.dtype is DType.BFLOAT16)
+    values |= {"problem.is_bfloat16": int(klass.dtype is DType.BFLOAT16), "problem.deterministic": int(klass.deterministic)}
     return values | {f"problem.mask_{kind}": int(klass.mask is kind) for kind in MaskKind}
 
 

@@ -23,7 +23,8 @@ SCHEMA = "flashgen.space/1"
 MAX_POINTS = 2_000_000  # a space that large cannot be enumerated in seconds
 
 CLASS_NAMES = frozenset(
-    f"problem.{name}" for name in ("head_dim", "head_dim_v", "element_bytes", "is_bfloat16", "mask_none", "mask_causal", "mask_window")
+    f"problem.{name}"
+    for name in ("head_dim", "head_dim_v", "element_bytes", "is_bfloat16", "mask_none", "mask_causal", "mask_window", "deterministic")
 )
 PROBLEM_NAMES = CLASS_NAMES | {
     f"problem.{name}" for name in ("batch", "heads_q", "heads_kv", "gqa_group", "batch_heads", "seqlen_q", "seqlen_kv")
@@ -36,6 +37,12 @@ DEVICE_NAMES = frozenset(
     )
 )  # fmt: skip
 KERNEL_NAMES = frozenset(f"kernel.{name}" for name in ("registers", "spill_bytes", "stack_bytes", "shared_bytes"))
+
+TENSOR_MAPS = {
+    Op.FORWARD: ("q", "k", "v", "o"),
+    Op.BACKWARD: ("q", "k", "v", "dout", "query_q", "query_k", "query_v", "query_dout"),
+}
+"""Tensors that bulk copies may move; a name with query_ is a second map of the same tensor, for a loop with other tiles."""
 
 _IDENTIFIER = re.compile(r"[a-z][a-z0-9_]{0,59}")
 _TEMPLATE = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*(\.[a-z0-9]+)+")
@@ -118,6 +125,7 @@ class _RawSpace(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     baseline: bool = False
     tensor_maps: dict[str, _Formula] = {}
     counters: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    deterministic: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +196,7 @@ class Definition:
     baseline: bool = False  # for comparison only; a search does not offer it
     tensor_maps: Mapping[str, Expression] = field(default_factory=dict)  # rows of the boxes that bulk copies move, by tensor
     counters: int = 0  # words of device memory that are zero between launches
+    deterministic: Expression | None = None  # 1 for variants whose bits never change, in a family that has others too
 
     def refuse(self, field: str, reason: object) -> NoReturn:
         """Raise InvalidSpace with file and field."""
@@ -234,6 +243,7 @@ class _Reader:
         class_known = CLASS_NAMES | set(parameters)
         class_derived = tuple(name for name in derived if reaches[name] <= class_known)
         constraints = self.convert(raw.constraints, _RawConstraints, "constraints")
+        deterministic = self.deterministic(class_known.union(class_derived))
         return Definition(
             file=self.file, family=raw.family, op=raw.op, template=raw.template,
             requires=self.convert(raw.requires, Requires, "requires"),
@@ -241,12 +251,13 @@ class _Reader:
             constants=self.constants(parameters, derived, set(class_derived)),
             launches=self.launches(known, class_known.union(class_derived)),
             workspace_bytes=self.formula(raw.workspace_bytes, "workspace_bytes", known),
-            static=self.constraints(constraints.static, "constraints.static", known),
+            static=(*self.constraints(constraints.static, "constraints.static", known), *_asked_for(deterministic)),
             compiled=self.constraints(constraints.compiled, "constraints.compiled", known | KERNEL_NAMES),
             seeds=tuple(self.point(seed, f"seeds[{index}]", parameters, conditions) for index, seed in enumerate(raw.seeds)),
             fallback=self.point(raw.fallback, "fallback", parameters, conditions),
             shared_parts=self.shared_parts(derived), cost=self.cost(), digest=_digest(self.value),
             baseline=raw.baseline, tensor_maps=self.tensor_maps(class_known.union(class_derived)), counters=raw.counters,
+            deterministic=deterministic,
         )  # fmt: skip
 
     def identifier(self, name: str, field: str, taken: Iterable[str] = ()) -> None:
@@ -374,12 +385,29 @@ class _Reader:
         return tuple(self.raw.shared_parts)
 
     def tensor_maps(self, known: Iterable[str]) -> dict[str, Expression]:
-        if unknown := sorted(set(self.raw.tensor_maps) - {"q", "k", "v", "o"}):
-            self.refuse("tensor_maps", f"{unknown[0]!r} is not a tensor; the tensors are q, k, v, o.")
+        tensors = TENSOR_MAPS[self.raw.op]
+        if unknown := sorted(set(self.raw.tensor_maps) - set(tensors)):
+            self.refuse("tensor_maps", f"{unknown[0]!r} is not a tensor map of {self.raw.op}; there are {', '.join(tensors)}.")
         return {name: self.formula(value, f"tensor_maps.{name}", known) for name, value in self.raw.tensor_maps.items()}
+
+    def deterministic(self, known: Iterable[str]) -> Expression | None:
+        if self.raw.deterministic is None:
+            return None
+        when = self.parsed(parse_condition, self.raw.deterministic, "deterministic")
+        self.known(when.names, known, "deterministic", self.raw.deterministic)
+        return when
 
     def cost(self) -> dict[str, int]:
         return {name: self.convert(value, bool | _INT32, f"cost.{name}") for name, value in self.raw.cost.items()}  # type: ignore[arg-type]
+
+
+def _asked_for(deterministic: Expression | None) -> tuple[Constraint, ...]:
+    """The constraint that keeps variants whose bits change away from problems that ask for determinism."""
+    if deterministic is None:
+        return ()
+    asked = parse_expression("problem.deterministic")
+    holds = Relation(f"{asked.text} <= ({deterministic.text})", asked, deterministic)
+    return (Constraint("deterministic", holds, "the caller asked for the same bits every time"),)
 
 
 def refuses_point(point: Mapping[str, int], parameters: Iterable[Parameter], conditions: Mapping[str, Condition]) -> str | None:

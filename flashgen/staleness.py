@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from flashgen import certify
+from flashgen import gate
 from flashgen.compiler import architecture, options_for
 from flashgen.cubins import Compiled
 from flashgen.errors import CompileError, FlashgenError, InfeasibleVariant, InvalidSpace, MissingDependency, UnsupportedProblem
@@ -161,7 +161,7 @@ def _notes(entry: TableEntry, owner: DeviceRecord, device: DeviceLimits, tools: 
         notes.append((Note.FOREIGN, f"tuned for {owner.name} (sm_{owner.sm}), looked at for {device.name} (sm_{device.sm})"))
     if tools.driver and entry.provenance.driver and tools.driver != entry.provenance.driver:
         notes.append((Note.DRIVER, f"driver {tools.driver}, the entry's is {entry.provenance.driver}"))
-    if bare(entry.certificate.suite_digest) != certify.suite_digest():
+    if bare(entry.certificate.suite_digest) != gate.suite_digest(entry.problem.op):
         notes.append((Note.SUITE, f"certified by another edition of {entry.certificate.suite}"))
     if entry.measurement.source == "predicted":
         notes.append((Note.PREDICTED, "never timed, certified on the CPU"))

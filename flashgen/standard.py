@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar
 
-from flashgen import certify, search, table
+from flashgen import gate, search, table
 from flashgen.errors import CompileError, EmptySpace, FlashgenError, InvalidProblem, LaunchError, UnsupportedProblem
 from flashgen.evaluators import DeviceEvaluator, Evaluator, PredictedEvaluator, measuring_child
 from flashgen.model import Certificate, DeviceLimits, DType, ExecutorName, Mask, Problem, Provenance, TableEntry, Variant, Verdict
@@ -232,11 +232,11 @@ def _sound(evaluator: Evaluator, families: Mapping[str, BoundSpace], variants: S
 
 def _proven(evaluator: Evaluator, variant: Variant, known: Sequence[TableEntry]) -> Certificate | None:
     """The whole suite's certificate of exactly this machine code, by the same executor and the present suite, from another entry."""
-    digest, cubin = evaluator.source(variant).digest, evaluator.report(variant).cubin_digest
+    source, cubin = evaluator.source(variant), evaluator.report(variant).cubin_digest
     for entry in known:
         found = entry.certificate
-        same = bare(entry.source_digest) == digest and bare(entry.cubin_digest) == bare(cubin)
-        if same and found.executor is evaluator.executor and bare(found.suite_digest) == certify.suite_digest():
+        same = bare(entry.source_digest) == source.digest and bare(entry.cubin_digest) == bare(cubin)
+        if same and found.executor is evaluator.executor and bare(found.suite_digest) == gate.suite_digest(source.klass.op):
             return found
     return None
 

@@ -152,6 +152,7 @@ class CertificateRecord(Record, frozen=True):
     worst_error_ratio: Ratio
     worst_case: Text
     lse_abs_error: Ratio
+    deterministic: bool | None = None
 
 
 class SearchRecord(Record, frozen=True):
@@ -230,6 +231,7 @@ def to_entry(record: EntryRecord, where: str) -> TableEntry:
         certificate=Certificate(
             Verdict.EXACT, certificate.suite, certificate.suite_digest, certificate.executor, certificate.cases,
             certificate.bitwise_cases, certificate.worst_error_ratio, certificate.worst_case, certificate.lse_abs_error,
+            deterministic=certificate.deterministic,
         ),
         provenance=Provenance(
             found.created, found.flashgen, found.search.sampler, found.search.seed, found.search.asks, found.search.measured,
@@ -319,12 +321,15 @@ def _raw_measurement(entry: TableEntry) -> dict[str, Any]:
 
 
 def _raw_certificate(certificate: Certificate) -> dict[str, Any]:
-    return {
+    raw: dict[str, Any] = {
         "verdict": str(certificate.verdict), "suite": certificate.suite, "suite_digest": certificate.suite_digest,
         "executor": str(certificate.executor), "cases": certificate.cases, "bitwise_cases": certificate.bitwise_cases,
         "worst_error_ratio": float(f"{certificate.worst_error_ratio:.4g}"), "worst_case": certificate.worst_case,
         "lse_abs_error": float(f"{certificate.lse_abs_error:.3g}"),
     }  # fmt: skip
+    if certificate.deterministic is not None:  # forward entries are older than the field
+        raw["deterministic"] = certificate.deterministic
+    return raw
 
 
 def _time(us: float) -> float:

@@ -209,6 +209,7 @@ def tune_commands(covered: Sequence[Covered], gpu: str = "") -> list[str]:
         words += [f"--heads {problem.heads_q}"] + ([f"--kv-heads {problem.heads_kv}"] if problem.heads_kv != problem.heads_q else [])
         words += [f"--head-dim-v {problem.head_dim_v}"] if problem.head_dim_v != problem.head_dim else []
         words += [f"--op {problem.op}"] if problem.op is not Op.FORWARD else []
+        words += ["--deterministic"] if problem.deterministic else []
         words += [_mask_option(problem.mask)]
         words += [f"--gpu {gpu}"] if gpu else []
         if problem.seqlen_q != problem.seqlen_kv:

@@ -54,10 +54,11 @@ class Proofs:
             raise LaunchError(f"{loaded.source.variant} is not exact on {self._backend.limits.name}: {failure}")
 
     def _key(self, loaded: Loaded) -> str:
-        from flashgen.certify import suite_digest
+        from flashgen.gate import suite_digest
 
-        limits = self._backend.limits
-        parts = (SCHEMA, loaded.source.digest, loaded.cubin_digest, self._backend.name, limits.name, str(limits.sm), suite_digest())
+        limits, source = self._backend.limits, loaded.source
+        suite = suite_digest(source.klass.op)
+        parts = (SCHEMA, source.digest, loaded.cubin_digest, self._backend.name, limits.name, str(limits.sm), suite)
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def _read(self, key: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashgen import cost
 from flashgen.errors import EmptySpace, UnsupportedProblem
-from flashgen.model import DeviceLimits, MaskKind, Problem, Variant
+from flashgen.model import DeviceLimits, MaskKind, Op, Problem, Variant
 from flashgen.space import BoundSpace, load_spaces
 
 
@@ -43,4 +43,8 @@ def tune_command(problem: Problem) -> str:
     words.append(
         {MaskKind.NONE: "--no-causal", MaskKind.CAUSAL: "--causal", MaskKind.WINDOW: f"--window {mask.left},{mask.right}"}[mask.kind]
     )
+    if problem.op is not Op.FORWARD:
+        words.append(f"--op {problem.op}")
+    if problem.deterministic:
+        words.append("--deterministic")
     return " ".join(words)

@@ -19,13 +19,14 @@ from backward_kernels import (
     expect,
     first_failure,
     operands,
+    outputs_of,
     templates_with_candidates,
 )
 
 from flashgen import cases
 from flashgen.device import preset
 from flashgen.emulate import POLICIES, Policy
-from flashgen.model import Alignment, DType, Mask, Problem, Source
+from flashgen.model import Alignment, DType, Mask, Op, Problem, Source
 from flashgen.space import Space
 
 DEVICE = preset("h200")
@@ -47,7 +48,7 @@ def space(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Space]:
 
 
 def problem_of(dtype: DType, mask: Mask, dims: tuple[int, int] = (16, 24)) -> Problem:
-    return Problem(dtype, *dims, batch=1, heads_q=1, heads_kv=1, seqlen_q=64, seqlen_kv=64, mask=mask)
+    return Problem(dtype, *dims, batch=1, heads_q=1, heads_kv=1, seqlen_q=64, seqlen_kv=64, mask=mask, op=Op.BACKWARD)
 
 
 def made(
@@ -88,7 +89,7 @@ def test_warps_that_share_keys_pass_every_case(space: Space, changes: dict[str, 
 def gradient_bits(space: Space, source: Source, case: Case, policy: Policy, live_ctas: int = 1) -> list[np.ndarray]:
     tensors = operands(case, expect(case))
     emulated(policy, live_ctas)(source, space.bind(case.problem, DEVICE), case, tensors)
-    return [cases.bits_of(tensor.view()) for tensor in tensors.outputs.values()]
+    return [cases.bits_of(tensor.view()) for tensor in outputs_of(tensors).values()]
 
 
 @pytest.mark.emulated

@@ -1,28 +1,26 @@
-"""Cases from public bug reports, run on the backward candidate with the values they are stated with. `cases.md` maps every case id."""
+"""Cases from public bug reports, run on simt_backward with the values they are stated with. `cases.md` maps every case id."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from backward_kernels import (
-    BackwardTensors,
     Case,
     Make,
     backward_source,
-    candidate_space,
     emulated,
     expect,
     failure_of,
-    templates_with_candidates,
+    of_backward,
+    outputs_of,
 )
 
 from flashgen import cases, reference
 from flashgen.device import preset
 from flashgen.emulate import FAST, POLICIES
-from flashgen.model import Alignment, DType, Mask, Problem, Source
-from flashgen.space import BoundSpace, Space
+from flashgen.errors import UnsupportedProblem
+from flashgen.model import Alignment, BackwardTensors, DType, Mask, Op, Problem, Source
+from flashgen.space import BoundSpace, Space, load_space
 
 pytestmark = pytest.mark.emulated
 DEVICE = preset("h200")
@@ -31,15 +29,14 @@ BOTH = (Mask.causal(), Mask.causal(Alignment.TOP_LEFT))
 
 
 @pytest.fixture(scope="module")
-def space(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Space]:
-    with templates_with_candidates(tmp_path_factory.mktemp("templates with candidates")):
-        yield candidate_space("simt_backward")
+def space() -> Space:
+    return load_space("simt_backward")
 
 
 def gradients_of(space: Space, problem: Problem, make: Make = cases.normal, scale: float | None = None) -> dict[str, np.ndarray]:
-    """dq, dk, dv of the candidate, every element found to be within the bound and rows that see nothing exactly 0."""
+    """dq, dk, dv of the kernel, every element found to be within the bound and rows that see nothing exactly 0."""
     case = Case("stated", problem, make, dlse=True, scale=scale)
-    source = backward_source(space, problem, space.bind(problem, DEVICE).variant(VARIANT))
+    source = backward_source(space, problem, space.bind(of_backward(problem), DEVICE).variant(VARIANT))
     kept, launch = list[BackwardTensors](), emulated(FAST if problem.seqlen_q > 300 else POLICIES[1], deadline_s=300)
 
     def run(source: Source, bound: BoundSpace, case: Case, tensors: BackwardTensors) -> None:
@@ -47,7 +44,7 @@ def gradients_of(space: Space, problem: Problem, make: Make = cases.normal, scal
         kept.append(tensors)
 
     assert not failure_of(space, source, DEVICE, case, run)
-    return {name: reference.decode(tensor.view(), problem.dtype) for name, tensor in kept[0].outputs.items()}
+    return {name: reference.decode(tensor.view(), problem.dtype) for name, tensor in outputs_of(kept[0]).items()}
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
@@ -99,3 +96,24 @@ WINDOWS = [
 def test_gradients_at_the_edges_of_windows(space: Space, seqlen_q: int, seqlen_kv: int, mask: Mask) -> None:
     found = gradients_of(space, Problem(DType.FLOAT16, 64, 64, 1, 2, 2, seqlen_q, seqlen_kv, mask))
     assert (found["dq"][:, :, reference.visible_counts(mask, seqlen_q, seqlen_kv) == 0] == 0).all()
+
+
+def test_float32_rows_without_keys_have_no_gradient_and_spoil_no_other(space: Space) -> None:
+    # Queries 0..3 see the keys from their own on, queries 4..7 see none.
+    found = gradients_of(space, Problem(DType.FLOAT32, 8, 8, 1, 1, 1, 8, 4, Mask.window(0, 3, Alignment.TOP_LEFT)))
+    assert (found["dq"][:, :, 4:] == 0).all()
+    assert all(np.isfinite(values).all() for values in found.values())
+
+
+ODD = [pytest.param(dim, marks=pytest.mark.slow) for dim in (80, 96, 104, 120, 136)]
+
+
+@pytest.mark.parametrize("head_dim", [40, 72, *ODD])
+def test_every_column_of_a_head_dim_that_is_no_power_of_two_is_written_and_right(space: Space, head_dim: int) -> None:
+    gradients_of(space, Problem(DType.BFLOAT16, head_dim, head_dim, 1, 2, 2, 37, 70))
+
+
+@pytest.mark.parametrize("head_dim", [1, 33])
+def test_head_dims_that_no_backward_family_takes_are_refused_by_name(space: Space, head_dim: int) -> None:
+    with pytest.raises(UnsupportedProblem, match=f"head_dim must be a multiple of 8 from 8 to 256; got {head_dim}"):
+        space.bind(Problem(DType.BFLOAT16, head_dim, 64, 1, 8, 8, 512, 512, op=Op.BACKWARD), DEVICE)

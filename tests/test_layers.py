@@ -22,14 +22,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("cubins", "gpu", "compiler", "runtime", "emulate"),
     (
-        "cases", "suite", "certify", "compare", "approximate", "exactness", "telemetry", "timing", "peers", "bench", "worker",
-        "side_by_side",
+        "cases", "suite", "certify", "gradient_suite", "gradient_gate", "gate", "compare", "approximate", "exactness", "telemetry",
+        "timing", "peers", "bench", "worker", "side_by_side",
     ),
     ("strategy", "study", "evaluators", "trials", "search"),
     ("measured", "tile_grid", "explorer", "explorer_page"),
     ("staleness", "table_tools", "standard", "t4", "traffic", "formula", "bundle_reader", "bundle"),
     ("table_image", "untuned", "backends", "trust", "dispatch", "testing"),
-    ("arguments", "recompute", "torch_face", "arrays", "api", "sdpa_registry", "compat", "integrations"),
+    (
+        "arguments", "recompute", "torch_tensors", "torch_gradients", "torch_face", "arrays", "api", "sdpa_registry", "compat",
+        "integrations",
+    ),
     ("doctor", "console", "cli", "__main__"),
 )  # fmt: skip
 OWNERS = {
@@ -37,7 +40,7 @@ OWNERS = {
     "jinja2": {"render"},
     "optuna": {"strategy"},
     "cupy": {"gpu", "compiler", "runtime", "device", "bench", "timing", "doctor"},
-    "torch": {"peers", "torch_face", "recompute", "compat", "sdpa_registry"},
+    "torch": {"peers", "torch_face", "torch_tensors", "torch_gradients", "recompute", "compat", "sdpa_registry"},
     "transformers": {"integrations"},
     "pynvml": {"telemetry"},
     "click": {"cli"},

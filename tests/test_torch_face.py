@@ -180,7 +180,68 @@ def test_an_expanded_gradient_equals_a_contiguous_one() -> None:
     assert all(torch.equal(one, other) for one, other in zip(summed, ones, strict=True))
 
 
-def test_blocks_of_query_rows_do_not_change_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_backward_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if no family had a backward kernel for anything."""
+    from flashgen import dispatch, untuned
+
+    every = untuned.load_spaces
+    monkeypatch.setattr(untuned, "load_spaces", lambda op: () if op == "backward" else every(op))
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+def test_gradients_come_from_the_kernel_that_explain_names() -> None:
+    q, k, v = tensors(grad=(False, True, False))
+    answer = flashgen.explain(q, k, v, causal=True)
+    assert str(answer.gradients).startswith("backward bfloat16 d64 s20x33 b1 h4:2 causal on")
+    assert "Gradients: backward" in str(answer)
+    assert flashgen.explain(*tensors(), causal=True).gradients == ""
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+@pytest.mark.parametrize("switch", [False, True])
+def test_determinism_is_the_callers_word_else_torchs_switch(asked: bool | None, switch: bool) -> None:
+    q, k, v = tensors(grad=(True, True, True))
+    torch.use_deterministic_algorithms(switch)
+    try:
+        found = flashgen.explain(q, k, v, deterministic=asked).gradients
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not isinstance(found, str)
+    assert found.problem.deterministic is (switch if asked is None else asked)
+
+
+def test_every_option_of_the_forward_pass_reaches_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashgen import torch_gradients
+
+    seen = []
+    kept = torch_gradients.run
+    monkeypatch.setattr(torch_gradients, "run", lambda *inputs: seen.append(inputs[7]) or kept(*inputs))
+    q, k, v = tensors(grad=(True, True, True))
+    flashgen.attention(q, k, v, window=(5, 2), alignment="top_left", scale=0.3, deterministic=True).sum().backward()
+    assert seen == [torch_face.Options(0.3, "window", "top_left", 5, 2, False, True)]
+
+
+def test_a_gradient_lies_in_memory_as_its_input_does() -> None:
+    q, k, v = (each.requires_grad_() for each in strided("bshd memory"))
+    flashgen.attention(q, k, v).sum().backward()
+    assert all(each.grad is not None and each.grad.stride() == each.stride() for each in (q, k, v))
+
+
+def test_without_a_backward_family_torch_computes_the_gradients_and_explain_says_so(no_backward_family: None) -> None:
+    q, k, v = tensors(grad=(True, True, True))
+    assert "recomputed by torch" in str(flashgen.explain(q, k, v).gradients)
+    flashgen.attention(q, k, v, causal=True).float().square().sum().backward()
+    wide = [each.detach().double().requires_grad_() for each in (q, k, v)]
+    textbook(*wide, Mask.causal())[0].square().sum().backward()
+    for found, right in zip((q, k, v), wide, strict=True):
+        assert found.grad is not None and right.grad is not None
+        assert error(found.grad, right.grad) < 2e-2 * max(1.0, float(right.grad.abs().max()))
+
+
+def test_blocks_of_query_rows_do_not_change_gradients(monkeypatch: pytest.MonkeyPatch, no_backward_family: None) -> None:
     q, k, v = tensors(seqlen_q=37, grad=(True, True, True))
     o = flashgen.attention(q, k, v, causal=True)
     whole = torch.autograd.grad(o, (q, k, v), torch.ones_like(o), retain_graph=True)
@@ -202,11 +263,11 @@ def test_second_order_gradients_are_refused_by_name() -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_the_operator_passes_torchs_own_checks(grad: bool) -> None:
     q, k, v = tensors(heads=2, heads_kv=1, seqlen_q=8, seqlen_kv=16, dim=16, dtype=torch.float32, grad=(grad, grad, grad))
-    arguments = (q, k, v, 0.25, "causal", "bottom_right", -1, -1, False)
+    arguments = (q, k, v, 0.25, "causal", "bottom_right", -1, -1, False, None)
     torch.library.opcheck(torch_face.forward_op, arguments)
     if not grad:
         o, lse = torch_face.forward_op(*arguments)
-        backward = (torch.ones_like(o), torch.zeros_like(lse), q, k, v, o, lse, *arguments[3:8], True, True, True)
+        backward = (torch.ones_like(o), torch.zeros_like(lse), q, k, v, o, lse, *arguments[3:], True, True, True)
         torch.library.opcheck(torch_face.backward_op, backward, test_utils=("test_schema", "test_faketensor"))
 
 

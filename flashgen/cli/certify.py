@@ -73,8 +73,7 @@ def _one(
     executor: Executor, kernel: Chosen, other: Chosen | None, case: str | None, seed: int, as_json: bool
 ) -> tuple[bool, dict[str, Any]]:
     """Certify, compare or run one case. Returns whether all is well, and the record for machines."""
-    from flashgen import certify as gate
-    from flashgen import console
+    from flashgen import console, gate
     from flashgen.console import reports
 
     head = {"problem": str(kernel.bound.problem), "family": kernel.variant.family, "params": kernel.variant.as_dict(), "seed": seed}
@@ -94,7 +93,7 @@ def _one(
 
 
 def _certificate(executor: Executor, kernel: Chosen, problem: Problem, seed: int) -> Certificate:
-    from flashgen import certify as gate
+    from flashgen import gate
 
     try:
         return gate.full(executor, kernel.bound.space, kernel.source, problem, seed)

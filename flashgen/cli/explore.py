@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from flashgen.cli import options as shared
-from flashgen.errors import InvalidProblem
-from flashgen.model import ExecutorName
+from flashgen.errors import InvalidProblem, UnsupportedProblem
+from flashgen.model import ExecutorName, Op
 
 DONE = 0
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20}
@@ -56,6 +56,8 @@ def explore(**options: Any) -> int:
 
     request = shared.request_of(options)
     problem = request.problems()[0]
+    if problem.op is not Op.FORWARD:
+        raise UnsupportedProblem(f"explore accounts for forward kernels; got --op {problem.op}. `flashgen show space` shows the others.")
     if options["out"] is not None and not options["out"].parent.is_dir():
         raise InvalidProblem(f"--out {options['out']}: the folder {options['out'].parent} does not exist. Make it first.")
     device = shared.target_of(options["gpu"], str(ExecutorName.EMULATED)).device

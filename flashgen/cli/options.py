@@ -50,6 +50,7 @@ class Request:
     causal: bool | None
     window: tuple[int, ...] | None
     op: str
+    deterministic: bool
 
     def problems(self) -> tuple[Problem, ...]:
         """One problem per length and mask. Raises InvalidProblem."""
@@ -78,7 +79,7 @@ class Request:
         return Problem(
             dtype=self.dtype, head_dim=self.head_dim, head_dim_v=_given(self.head_dim_v, self.head_dim), batch=self.batch,
             heads_q=self.heads, heads_kv=_given(self.kv_heads, self.heads), seqlen_q=seqlen_q, seqlen_kv=seqlen_kv,
-            mask=mask, op=Op(self.op),
+            mask=mask, op=Op(self.op), deterministic=self.deterministic,
         )  # fmt: skip
 
 
@@ -108,6 +109,7 @@ _PROBLEM_OPTIONS = (
     click.option("--causal/--no-causal", default=None, help="Causal or full attention.  [default: both]"),
     click.option("--window", callback=_integers, metavar="L,R", help="Sliding window: keys to the left and right, -1 for no bound."),
     click.option("--op", type=click.Choice([str(op) for op in Op]), default=str(Op.FORWARD), show_default=True, help="What is computed."),
+    click.option("--deterministic/--fast", default=False, show_default=True, help="Same bits every time, also backward."),
 )
 
 

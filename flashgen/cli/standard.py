@@ -10,7 +10,7 @@ import click
 
 from flashgen.cli import options as shared
 from flashgen.errors import InvalidProblem
-from flashgen.model import ExecutorName
+from flashgen.model import ExecutorName, Op
 
 if TYPE_CHECKING:
     from flashgen.standard import Wish
@@ -28,6 +28,8 @@ def tune_list(name: str, part: str | None, request: shared.Request, options: dic
 
     if request.head_dim is not None or options["families"]:
         raise InvalidProblem("--standard names its problems itself; leave out --head-dim and --family.")
+    if request.op != Op.FORWARD:
+        raise InvalidProblem(f"The standard lists hold forward problems; got --op {request.op}. Tune backward problems by --head-dim.")
     wishes = standard.part_of(standard.LISTS[name](), part)
     if options["compile_only"]:
         return _compile_list(wishes, options)

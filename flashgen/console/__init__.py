@@ -93,9 +93,10 @@ def certificate_text(certificate: Certificate) -> str:
     """A certificate in one line."""
     if certificate.verdict is not Verdict.EXACT:
         return f"INEXACT after {certificate.cases} cases ({certificate.executor}): {certificate.failure}"
+    same_bits = "; deterministic" if certificate.deterministic else ""
     return (
         f"exact in {certificate.cases} cases, {certificate.bitwise_cases} of them bit for bit ({certificate.suite}, {certificate.executor} "
-        f"executor); worst error {certificate.worst_error_ratio:.2f} of the allowed 2.00"
+        f"executor); worst error {certificate.worst_error_ratio:.2f} of the allowed 2.00{same_bits}"
     )
 
 

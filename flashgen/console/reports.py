@@ -38,9 +38,15 @@ def certificate_report(problem: Problem, variant: Variant, certificate: Certific
         ("cases", f"{certificate.cases}, {certificate.bitwise_cases} of them bit for bit ({certificate.suite})"),
         ("executor", str(certificate.executor)),
         ("worst error", f"{certificate.worst_error_ratio:.3f} of the allowed 2.000 ({certificate.worst_case})"),
-        ("lse error", f"{certificate.lse_abs_error:.2e} of the allowed 1e-05"),
+        _beside_the_bound(certificate),
     ]
     return Group(Text.assemble((str(problem), "bold"), "  ", verdict), facts(rows), Text())
+
+
+def _beside_the_bound(certificate: Certificate) -> tuple[str, str]:
+    if certificate.deterministic is None:
+        return "lse error", f"{certificate.lse_abs_error:.2e} of the allowed 1e-05"
+    return "deterministic", "yes, bit for bit" if certificate.deterministic else "no: sums come in any order"
 
 
 def case_report(result: CaseResult) -> RenderableType:

@@ -248,7 +248,7 @@ def test_a_graph_is_captured_after_a_warm_up_and_refused_without_one() -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_the_operator_passes_torchs_own_checks(grad: bool) -> None:
-    arguments = (*qkv(rows=64, grad=grad), 0.125, "causal", "bottom_right", -1, -1, False)
+    arguments = (*qkv(rows=64, grad=grad), 0.125, "causal", "bottom_right", -1, -1, False, None)
     torch.library.opcheck(torch_face.forward_op, arguments)
 
 

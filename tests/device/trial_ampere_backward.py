@@ -22,15 +22,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from backward_kernels import Case, backward_source, candidate_space, cases_of, first_failure, params_of, templates_with_candidates
+from backward_kernels import Case, backward_source, candidate_space, cases_of, first_failure, of_backward, templates_with_candidates
 
-from flashgen import bench, runtime, timing
+from flashgen import bench, launch, runtime, timing
 from flashgen.compiler import compile_many
 from flashgen.cubins import Compiled
 from flashgen.errors import FlashgenError
 from flashgen.gpu import Gpu
 from flashgen.launch import Operand
-from flashgen.model import DType, Mask, Problem, Source
+from flashgen.model import DType, Mask, Op, Problem, Source
 from flashgen.runtime import DeviceExecutor
 from flashgen.space import BoundSpace, Space
 
@@ -49,15 +49,7 @@ class OnDevice:
         self.executor = executor
 
     def __call__(self, source: Source, bound: BoundSpace, case: Case, tensors: Any) -> None:
-        gpu, grids = self.executor.gpu, bound.grids(source.variant)
-        kernel, named = self.executor.load(source), tensors.inputs | tensors.outputs
-        copies = {name: gpu.upload(tensor.buffer) for name, tensor in named.items()}
-        workspace = self.executor.workspace(bound.workspace_bytes(source.variant))
-        at = {name: runtime.operand(tensor, copies[name]) for name, tensor in named.items()}
-        kernel.launch(grids, params_of(case, at, workspace.address))
-        gpu.synchronize(f"{source.variant} on {case.problem}")
-        for name, tensor in named.items():
-            gpu.download(copies[name], tensor.buffer)
+        self.executor.backward(source, of_backward(case.problem), tensors, case.softmax_scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +103,7 @@ class Tensors:
 
 def problem_of(head_dim: int, seqlen: int, mask: Mask) -> Problem:
     heads = 2048 // head_dim
-    return Problem(DType.BFLOAT16, head_dim, head_dim, 16384 // seqlen, heads, heads, seqlen, seqlen, mask)
+    return Problem(DType.BFLOAT16, head_dim, head_dim, 16384 // seqlen, heads, heads, seqlen, seqlen, mask, Op.BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -168,7 +160,7 @@ class Trial:
     def call(self, source: Source, problem: Problem, tensors: Tensors) -> Call:
         bound = self.bound(problem)
         workspace = self.executor.workspace(bound.workspace_bytes(source.variant))
-        params = params_of(Case("timed", problem), tensors.operands(), workspace.address)
+        params = launch.backward_params(problem, problem.scale, tensors.operands(), workspace.address)
         kernel, grids = self.executor.load(source), bound.grids(source.variant)
         return Call(str(source.variant), lambda held=(workspace, tensors): kernel.launch(grids, params))  # type: ignore[misc]
 
@@ -195,7 +187,8 @@ class Trial:
 
 def main(options: argparse.Namespace, space: Space) -> None:
     gpu, rows = Gpu(0), list[dict[str, Any]]()
-    trial = Trial(DeviceExecutor(gpu), space, bench.DeviceStopwatch(gpu), options.variants, options.two_pass, options.designs)
+    executor = DeviceExecutor(gpu, bind=lambda _, problem: space.bind(problem, runtime.present_limits(gpu)))
+    trial = Trial(executor, space, bench.DeviceStopwatch(gpu), options.variants, options.two_pass, options.designs)
     for head_dim in options.head_dims or HEAD_DIMS:
         for name in options.masks.split(","):
             print(f"d{head_dim} {name}", flush=True)

@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hopper_backward_kernels as hopper
-from backward_kernels import BackwardTensors, Case, cases_of, failure_of, templates_with_candidates
+from backward_kernels import Case, cases_of, failure_of, of_backward, templates_with_candidates
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashgen import runtime
@@ -35,7 +35,7 @@ from flashgen.cubins import Compiled
 from flashgen.errors import FlashgenError
 from flashgen.gpu import Gpu
 from flashgen.launch import Operand
-from flashgen.model import DType, ExecutorName, Mask, MaskKind, Problem, Source
+from flashgen.model import BackwardTensors, DType, ExecutorName, Mask, MaskKind, Op, Problem, Source
 from flashgen.space import BoundSpace
 
 HEAD_DIMS, MASKS, LENGTHS = (256, 128, 64), (Mask(), Mask.causal()), (512, 2048, 8192)
@@ -45,7 +45,7 @@ Call = Callable[[], object]
 
 def problem_of(head_dim: int, seqlen: int, mask: Mask) -> Problem:
     heads = 2048 // head_dim
-    return Problem(DType.BFLOAT16, head_dim, head_dim, 16384 // seqlen, heads, heads, seqlen, seqlen, mask)
+    return Problem(DType.BFLOAT16, head_dim, head_dim, 16384 // seqlen, heads, heads, seqlen, seqlen, mask, Op.BACKWARD)
 
 
 @dataclass
@@ -53,24 +53,15 @@ class OnDevice:
     """Compiles, loads and launches sources on GPU 0; fulfils `backward_kernels.Run`."""
 
     family: hopper.HopperBackward
-    executor: runtime.DeviceExecutor = field(default_factory=lambda: runtime.DeviceExecutor(Gpu(0)))
+    executor: runtime.DeviceExecutor = field(init=False)
 
     def __post_init__(self) -> None:
+        self.executor = runtime.DeviceExecutor(Gpu(0), bind=lambda _, problem: self.family.space.bind(problem, self.limits))
         self.counters = self.executor.gpu.upload(np.zeros(2, np.uint32))
         self.limits = runtime.present_limits(self.executor.gpu)
 
     def __call__(self, source: Source, bound: BoundSpace, case: Case, given: BackwardTensors) -> None:
-        gpu, tensors = self.executor.gpu, hopper.mapped_inputs(given, case.problem.dtype)
-        kernel, named = self.executor.load(source), tensors.inputs | tensors.outputs
-        copies = {name: gpu.upload(tensor.buffer) for name, tensor in named.items()}
-        workspace = self.executor.workspace(bound.workspace_bytes(source.variant))
-        at = {name: runtime.operand(tensor, copies[name]) for name, tensor in named.items()}
-        boxes = self.family.rows(bound, source.variant)
-        params = hopper.mapped_params(case, at, boxes, workspace.address, self.counters.address, ExecutorName.DEVICE)
-        kernel.launch(bound.grids(source.variant), params)
-        gpu.synchronize(f"{source.variant} on {case.problem}")
-        for name, tensor in named.items():
-            gpu.download(copies[name], tensor.buffer)
+        self.executor.backward(source, of_backward(case.problem), given, case.softmax_scale)
 
     def built(self, problem: Problem, count: int) -> list[Source]:
         """Seeds first, then a sample; what does not compile, is serialised or spills too much is reported and left out."""

@@ -1,4 +1,4 @@
-// Parameters of backward kernels. tests/backward_kernels.py holds the twin.
+// Parameters of backward kernels. flashgen/launch.py holds the twin.
 #pragma once
 #include "params.cuh"
 
