@@ -62,11 +62,15 @@ class Answer:
     steps: tuple[str, ...]
     gradients: Answer | str = ""
     """What serves the backward pass, or in words why no kernel does; '' where no input wants a gradient."""
+    workspace_bytes: int = 0
+    """Device memory that a call takes beyond its results, while it runs."""
 
     def __str__(self) -> str:
         """The whole story, for people."""
         head = f"{self.problem} on {self.device} ({self.executor}): {self.variant}, from the {self.origin}"
         lines = [head, *(f"{number}. {step}" for number, step in enumerate(self.steps, 1))]
+        if self.workspace_bytes:
+            lines.append(f"Takes {self.workspace_bytes:,} bytes of memory beyond its results while it runs.")
         if self.origin is Origin.FALLBACK:
             lines.append(f"Tune it: {tune_command(self.problem)}")
         if self.gradients:
@@ -232,7 +236,8 @@ class Dispatcher:
     def _ready(self, bound: BoundSpace, loaded: Loaded, answer: Answer) -> Served:
         grids = bound.grids(answer.variant)
         check_grids(loaded.source, grids)
-        return Served(answer, loaded, grids, bound.workspace_bytes(answer.variant))
+        workspace = bound.workspace_bytes(answer.variant)
+        return Served(replace(answer, workspace_bytes=workspace), loaded, grids, workspace)
 
     def _load(self, bound: BoundSpace, variant: Variant, capturing: bool) -> Loaded:
         klass = bound.problem.klass()

@@ -199,6 +199,17 @@ def test_a_batch_beyond_31_bits_of_elements_gives_the_bits_of_its_last_element_a
     assert all(torch.equal(left[-1:], right) for left, right in zip(whole, alone, strict=True))
 
 
+def test_fifty_repetitions_of_one_graph_give_the_same_bits() -> None:
+    q, k, v = (torch.randn(300, 1, rows, 128, device="cuda", dtype=torch.float16).mul_(3).requires_grad_() for rows in (2048, 128, 128))
+    for deterministic, steady in ((False, slice(1, None)), (True, slice(None))):
+        o = flashgen.attention(q, k, v, deterministic=deterministic)
+        ones = torch.ones_like(o)
+        first = torch.autograd.grad(o, (q, k, v), ones, retain_graph=True)
+        for _ in range(50 if not deterministic else REPETITIONS):
+            again = torch.autograd.grad(o, (q, k, v), ones, retain_graph=True)
+            assert all(map(torch.equal, first[steady], again[steady]))
+
+
 def peak_bytes(attend: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     """Memory of one forward and backward pass beyond the inputs, results included."""
     for each in (q, k, v):
