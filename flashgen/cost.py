@@ -48,9 +48,6 @@ SECTION_TAIL, STATIC_TAIL = 0.65, 2.0  # of a longest query tile
 _Pipes = Callable[[BoundSpace, dict[str, int]], dict[str, float]]
 
 
-_Pipes = Callable[[BoundSpace, dict[str, int]], dict[str, float]]
-
-
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Bytes moved by one run. Reads of K and V count in L2 once per query tile, in DRAM only where L2 does not hold them."""
