@@ -15,14 +15,24 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from backward_kernels import Case, backward_source, candidate_space, cases_of, expect, first_failure, operands, templates_with_candidates
+from backward_kernels import (
+    Case,
+    backward_source,
+    candidate_space,
+    cases_of,
+    expect,
+    first_failure,
+    operands,
+    outputs_of,
+    templates_with_candidates,
+)
 from trial_ampere_backward import FAMILY, OnDevice
 
 from flashgen import cases, device
 from flashgen.gpu import Gpu
-from flashgen.model import DType, Mask, Problem, Source
+from flashgen.model import DType, Mask, Op, Problem, Source
 from flashgen.runtime import DeviceExecutor
-from flashgen.space import Space
+from flashgen.space import BoundSpace, Space
 
 pytestmark = pytest.mark.device
 MASKS = (Mask(), Mask.causal(), Mask.window(-1, -1))
@@ -37,13 +47,16 @@ def space(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Space]:
 
 
 def run_on_device() -> OnDevice:
-    return OnDevice(DeviceExecutor(Gpu(0)))
+    def bind(source: Source, problem: Problem) -> BoundSpace:
+        return candidate_space(source.family).bind(problem, device.present())
+
+    return OnDevice(DeviceExecutor(Gpu(0), bind=bind))
 
 
 def sampled(space: Space, seed: int, two_pass: bool) -> tuple[Problem, Source, list[Case]]:
     chosen = random.Random(seed)
     dtype, mask, dims = (DType.BFLOAT16, DType.FLOAT16)[seed % 2], MASKS[seed % 3], DIMS[seed % len(DIMS)]
-    problem = Problem(dtype, *dims, batch=1, heads_q=4, heads_kv=2, seqlen_q=300, seqlen_kv=500, mask=mask)
+    problem = Problem(dtype, *dims, batch=1, heads_q=4, heads_kv=2, seqlen_q=300, seqlen_kv=500, mask=mask, op=Op.BACKWARD)
     feasible = space.bind(problem, device.present()).feasible()
     # In float32, so that dS rounds as in the plain computation.
     exact = [each for each in feasible if each.as_dict()["two_pass"] == two_pass and not each.as_dict()["rounded_handover"]]
@@ -65,7 +78,7 @@ def test_thirty_repetitions_of_a_second_pass_give_the_same_bits(space: Space) ->
     for _ in range(REPETITIONS):
         tensors = operands(case, expect(case))
         run(source, space.bind(problem, device.present()), case, tensors)
-        bits.append([cases.bits_of(tensor.view()) for tensor in tensors.outputs.values()])
+        bits.append([cases.bits_of(tensor.view()) for tensor in outputs_of(tensors).values()])
     assert all(np.array_equal(left, right) for again in bits[1:] for left, right in zip(bits[0], again, strict=True))
 
 
