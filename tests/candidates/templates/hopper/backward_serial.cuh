@@ -11,12 +11,20 @@ struct SerialFused : FusedBase<C> {
   using Base = FusedBase<C>;
   using Shape = KeyShape<C>;
   using Element = typename C::Element;
-  static_assert(Base::DQ_REGISTERS <= Shape::SCORES, "dP and dQ share registers");
+  static constexpr bool SHARES = Base::DQ_REGISTERS == Shape::SCORES;  // dP and dQ
   // S of the next block is computed beside dK, if registers suffice: all that is under way between two drains counts.
   static constexpr bool OVERLAPS = C::BLOCK_Q <= 64 || C::KEYS_FROM_SHARED;
-  float dk[Shape::K_SUMS], dv[Shape::V_SUMS], scores[Shape::SCORES], weights[Shape::SCORES];  // S, then P; dP, then dS, then dQ
+  float dk[Shape::K_SUMS], dv[Shape::V_SUMS], scores[Shape::SCORES], weights[Shape::SCORES];  // S, then P; dP, then dQ
+  float narrow[Base::DQ_REGISTERS];                                                           // dQ, unless it shares
   u32 packed[Shape::WORDS], gradients[Shape::WORDS];                                          // P and dS
 
+  FG_DEVICE auto& dq() {
+    if constexpr (SHARES) {
+      return weights;
+    } else {
+      return narrow;
+    }
+  }
   FG_DEVICE void start_scores(int stage) {
     start_product<typename Shape::Scores, Element>(scores, this->own_rows(this->k_tile()), this->q_rows(stage));
   }
@@ -30,11 +38,18 @@ struct SerialFused : FusedBase<C> {
       add_product<typename Shape::KeySums, Element>(dk, gradients, this->q_columns(this->at.stage));
     }
   }
+  // P and dS = P * (dP - delta), packed.
   FG_DEVICE void differentiate() {
     typename Base::Statistics statistics;
     this->load_statistics(statistics, Shape::DELTA, this->at.stage);
     FG_UNROLL
-    for (int i = 0; i < Shape::SCORES; ++i) weights[i] = scores[i] * (weights[i] - statistics_of(statistics[i / 8]).of(i));
+    for (int i = 0; i < Shape::WORDS; ++i) {
+      const FourStatistics delta = statistics_of(statistics[i / 4]);
+      const float low = scores[2 * i] * (weights[2 * i] - delta.of(2 * i)),
+                  high = scores[2 * i + 1] * (weights[2 * i + 1] - delta.of(2 * i + 1));
+      packed[i] = pack_pair(scores[2 * i], scores[2 * i + 1], Element{});
+      gradients[i] = pack_pair(low, high, Element{});
+    }
   }
   FG_DEVICE void exponentiate_block(int key, int row) {
     typename Base::Statistics statistics;
@@ -60,28 +75,27 @@ struct SerialFused : FusedBase<C> {
     start_weights();
     this->pass_turn();
     exponentiate_block(key, row);
+    if constexpr (C::PIN) finish_before(scores);
     product_wait<0>(scores, weights);
     differentiate();
-    this->pack(packed, scores);
-    this->pack(gradients, weights);
     add_product<typename Shape::ValueSums, Element>(dv, packed, this->dout_columns(this->at.stage));
     this->exchange(gradients);
     this->add_staged(staged);
     if (last_block >= 0) this->wait_exchanged(last);
     this->meet_and_take_turn();
     // Without a last block the product reads keys, which are there, and its result is not used: no branch may surround a product.
-    this->sum_queries(weights, last_block >= 0 ? this->exchanged_rows(last) : row_operand(this->k_tile()));
+    this->sum_queries(dq(), last_block >= 0 ? this->exchanged_rows(last) : row_operand(this->k_tile()));
     add_keys();
     this->pass_turn();
     product_wait<2>(packed);
     warp_release(this->barrier(Shape::DOUT_EMPTY + this->at.stage));
-    product_wait<1>(weights);
+    product_wait<1>(dq());
     if (last_block >= 0) {
       warp_release(this->exchange_empty(last));
-      this->stage(weights, last_block);
+      this->stage(dq(), last_block);
     }
     if constexpr (LAST) {
-      product_wait<0>(weights, dk, dv);
+      product_wait<0>(dq(), dk, dv);
     } else if constexpr (OVERLAPS) {
       this->wait_q(next);
       start_scores(next.stage);
@@ -100,11 +114,11 @@ struct SerialFused : FusedBase<C> {
     const u32 present = this->exchanges - 1;
     this->fence_and_add_staged(last_block);
     this->wait_exchanged(present);
-    this->sum_queries(weights, this->exchanged_rows(present));
-    product_wait<0>(weights, scores, packed);
+    this->sum_queries(dq(), this->exchanged_rows(present));
+    product_wait<0>(dq(), scores, packed);
     warp_release(this->exchange_empty(present));
     this->release_keys();
-    this->stage(weights, block);
+    this->stage(dq(), block);
     this->fence_and_add_staged(block);
   }
 
