@@ -112,9 +112,10 @@ def describe(results: Sequence[CaseResult]) -> str:
 
 
 def tiles_of(space: TileSizes, source: Source) -> Tiles:
-    """Tile sizes of a variant: those of its constants, else 64."""
+    """Tile sizes of a variant: those of its constants, else 64, and how many query heads of a group it packs into a tile."""
     constants = {name.lower(): int(value) for name, value in space.constants(source.klass, source.variant).items()}
-    return Tiles(constants.get("block_q", 64), constants.get("block_kv", 64))
+    group = constants.get("group_pack", 1)
+    return Tiles(constants.get("block_q", 64) // group, constants.get("block_kv", 64), group)
 
 
 @cache

@@ -59,10 +59,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows of a Q tile and of a K/V tile, around whose multiples the cases place their lengths."""
+    """Rows of a Q tile and of a K/V tile, around whose multiples the cases place their lengths; heads that a tile takes together."""
 
     block_q: int = 64
     block_kv: int = 64
+    group: int = 1  # query heads per key head come in multiples of it
 
 
 QUICK_TOPICS = ("selection-0", "averaging-0", "ragged-4", "rising-0", "strongly_negative-0", "unseen-0", "layout-0", "repeated-0")
@@ -106,7 +107,7 @@ class _Suite:
         number = sum(case.name.rsplit("-", 1)[0] == topic for case in self.cases)
         klass, (batch, heads_q, heads_kv) = self.klass, heads
         problem = Problem(
-            klass.dtype, klass.head_dim, klass.head_dim_v, batch, heads_q, heads_kv, *lengths,
+            klass.dtype, klass.head_dim, klass.head_dim_v, batch, heads_q * self.tiles.group, heads_kv, *lengths,
             mask or self.masks[number % len(self.masks)], klass.op, klass.deterministic,
         )  # fmt: skip
         self.cases.append(Case(f"{topic}-{number}", problem, make, check, twin, layout, problem.scale if scale is None else scale))
@@ -178,8 +179,10 @@ def _magnitudes(suite: _Suite) -> None:
         for lengths in ((16, kv + 6), (min(suite.tiles.block_q, 64) + 1, 2 * kv + 2)):
             suite.add("cancelling", lengths, cases.cancelling)
     suite.add("top_of_range", (6, kv + 2), cases.top_of_range)
-    # A kernel whose softmax reference lags behind the maximum lets the accumulator overflow here.
-    suite.add("top_of_range", (18, 3 * kv + 1), lambda problem, rng: cases.top_of_range(problem, rng, 8.0))
+    # A kernel whose softmax reference lags behind the maximum lets the accumulator overflow here: with the wider scores at once, with the
+    # narrower ones before the probabilities do.
+    for spread in (8.0, 3.0):
+        suite.add("top_of_range", (18, 3 * kv + 1), _at_the_top(spread))
     for direction in ("rising", "falling"):
         suite.add(direction, (17, 2 * kv + 3), _ramp(direction, 80.0))
     negative = _without_rng(cases.strongly_negative)
@@ -192,6 +195,10 @@ def _magnitudes(suite: _Suite) -> None:
 
 def _ramp(direction: str, height: float = 24.0) -> Make:
     return lambda problem, rng: cases.ramp(problem, rng, direction, height)
+
+
+def _at_the_top(spread: float) -> Make:
+    return lambda problem, rng: cases.top_of_range(problem, rng, spread)
 
 
 def _without_rng(make: Callable[[Problem], Inputs]) -> Make:

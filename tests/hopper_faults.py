@@ -24,6 +24,9 @@ FAULTS = (
     ("the next query tile adds to this one's output", "output[i] = 0.0f;\n    mbarrier_wait", "if (query.stage == 0) output[i] = 0.0f;\n    mbarrier_wait"),
     ("queries are not waited for", "mbarrier_wait(barrier(Shape::Q_FULL + query_slot()), query.round);", ""),
     ("a query tile begins with the sums of the last one", "softmax.start();", "if (query.stage == 0) softmax.start();"),
+    ("all heads of a pack have the first one's queries", "place.head_q + head, place.batch);", "place.head_q, place.batch);"),
+    ("heads of a pack are stored one after the other in the wrong place", "query_tile.place.head_q + head,", "query_tile.place.head_q + 1 - head,"),
+    ("a warp that met a large probability trusts the next tile", "trusted = false;", "trusted = true; reference[0] = 0.0f;"),
     ("a place is read after it was given back", "const Place place = wait_and_load();\n    warp_release(empty + 8 * (turn % SLOTS));", "warp_release(empty + 8 * (turn % SLOTS));\n    const Place place = wait_and_load();"),
     ("values lie a chunk apart that is none", "return column_operand(shared + Shape::V, C::BLOCK_KV)", "return column_operand(shared + Shape::V, 2 * C::BLOCK_KV)"),
 )

@@ -56,7 +56,7 @@ def test_a_sampled_variant_passes_the_whole_suite(hopper: Space, seed: int) -> N
 
 UNSEEN = {
     "consumer_warpgroups": 2, "block_kv": 32, "num_stages": 2, "query_slots": 2, "ping_pong": True, "epilogue": 1, "scheduler": 2,
-    "softmax_mode": 1, "head_section": 1, "rescale_threshold": 8,
+    "softmax_mode": 1, "head_section": 1, "group_pack": 1, "rescale_threshold": 8,
 }  # fmt: skip
 
 
@@ -73,7 +73,18 @@ def test_a_softmax_that_looks_at_sums_only_passes_the_whole_suite(hopper: Space)
     assert certificate.verdict is Verdict.EXACT, certificate.failure
 
 
+@pytest.mark.emulated
+@pytest.mark.parametrize("epilogue", [0, 1])
+def test_packed_query_heads_pass_the_whole_suite(hopper: Space, epilogue: int) -> None:
+    """Rows of several heads share a tile: 16 of each of four heads here."""
+    problem = replace(problem_of(DType.BFLOAT16, (64, 72), Mask.causal()), heads_kv=1)
+    variant = hopper.bind(problem, FEW_SMS).variant(UNSEEN | {"group_pack": 4, "epilogue": epilogue, "query_slots": 1})
+    certificate = certify.full(EmulatedExecutor(FEW_SMS, POLICIES[1]), hopper, render(hopper, problem.klass(), variant), problem, 3)
+    assert certificate.verdict is Verdict.EXACT, certificate.failure
+
+
 NEEDS_A_CAUSAL_MASK = {"passing by takes no turn"}
+NEEDS_A_PACK = {"all heads of a pack have the first one's queries", "heads of a pack are stored one after the other in the wrong place"}
 NEEDS_TWO_CHUNKS = {"values lie a chunk apart that is none"}
 
 
@@ -82,7 +93,8 @@ NEEDS_TWO_CHUNKS = {"values lie a chunk apart that is none"}
 def test_a_fault_in_the_kernel_is_rejected(hopper: Space, what: str, old: str, new: str) -> None:
     mask = Mask.causal() if what in NEEDS_A_CAUSAL_MASK else Mask()
     problem = problem_of(DType.BFLOAT16, (128, 128) if what in NEEDS_TWO_CHUNKS else (64, 64), mask)
-    source = render(hopper, problem.klass(), hopper.bind(problem, FEW_SMS).variant(UNSEEN))
+    pack = {"group_pack": 2} if what in NEEDS_A_PACK else {}
+    source = render(hopper, problem.klass(), hopper.bind(problem, FEW_SMS).variant(UNSEEN | pack))
     pattern = re.compile(r"\s+".join(re.escape(word) for word in old.split()))
     assert pattern.search(source.text), f"the text of the kernel has changed; renew the fault {what!r}"
     broken = replace(source, text=pattern.sub(lambda _: new, source.text), digest=f"{what}")

@@ -25,6 +25,8 @@ struct HopperShape {
   static constexpr int CONSUMERS = C::CONSUMER_WARPGROUPS, ROWS = PRODUCT_ROWS;  // query rows per consumer
   static_assert(C::BLOCK_Q == CONSUMERS * ROWS && C::THREADS == (CONSUMERS + 1) * 128, "one warpgroup per 64 query rows, and the producer");
   static_assert(C::BLOCK_KV % 16 == 0, "tiles hold whole products");
+  static constexpr int POSITIONS = ROWS / C::GROUP_PACK;  // of one head, in a consumer's rows: head after head
+  static_assert(POSITIONS % 8 == 0, "the rows of one head are a multiple of the swizzle");
 
   static constexpr int Q_BYTES = operand_bytes(ROWS, C::HEAD_DIM), O_BYTES = operand_bytes(ROWS, C::HEAD_DIM_V);
   static constexpr int K_BYTES = operand_bytes(C::BLOCK_KV, C::HEAD_DIM), V_BYTES = operand_bytes(C::BLOCK_KV, C::HEAD_DIM_V);
@@ -85,13 +87,18 @@ using QueryPlace = RingPlace<C::QUERY_SLOTS>;
 
 // ---- producer ----
 
+// One box per chunk of columns, into a tile of ROWS rows.
 template <int ROWS, int COLUMNS>
-FG_DEVICE void load_tile(u32 target, const TensorMap* map, u32 barrier, int row, int head, int batch) {
-  mbarrier_expect(barrier, operand_bytes(ROWS, COLUMNS));
+FG_DEVICE void load_chunks(u32 target, const TensorMap* map, u32 barrier, int row, int head, int batch) {
   FG_UNROLL
   for (int chunk = 0; chunk < chunks_of(COLUMNS); ++chunk) {
     tma_load(target + static_cast<u32>(chunk * chunk_bytes(ROWS)), map, barrier, chunk * SWIZZLE_COLUMNS, row, head, batch, 0);
   }
+}
+template <int ROWS, int COLUMNS>
+FG_DEVICE void load_tile(u32 target, const TensorMap* map, u32 barrier, int row, int head, int batch) {
+  mbarrier_expect(barrier, operand_bytes(ROWS, COLUMNS));
+  load_chunks<ROWS, COLUMNS>(target, map, barrier, row, head, batch);
 }
 
 template <class C>
@@ -121,7 +128,7 @@ struct KeyValueProducer {
     for (int tile = draw.draw(params, order.tiles); tile < order.tiles; tile = draw.draw(params, order.tiles)) {
       const Place place = order.place(params.problem, tile);
       places.publish(place);
-      const TileRange<C> range(params.problem, place.first_row, C::BLOCK_Q);
+      const TileRange<C> range(params.problem, place.first_row, POSITIONS_PER_TILE<C>);
       if (range.count() > 0) load_keys(at, place, range.last - 1);
       FG_NO_UNROLL
       for (int n = range.last - 1; n >= range.first; --n) {
@@ -144,10 +151,14 @@ FG_DEVICE void produce_queries(const MappedForwardParams& params, u32 shared) {
     FG_NO_UNROLL
     for (int consumer = 0; consumer < Shape::CONSUMERS; ++consumer) {
       const int slot = at.stage * Shape::CONSUMERS + consumer;
+      const u32 target = shared + static_cast<u32>(Shape::Q + slot * Shape::Q_BYTES), full = Shape::barrier(shared, Shape::Q_FULL + slot);
       mbarrier_wait(Shape::barrier(shared, Shape::Q_EMPTY + slot), at.round ^ 1);
-      load_tile<Shape::ROWS, C::HEAD_DIM>(shared + Shape::Q + slot * Shape::Q_BYTES, &params.q,
-                                          Shape::barrier(shared, Shape::Q_FULL + slot), place.first_row + consumer * Shape::ROWS,
-                                          place.head_q, place.batch);
+      mbarrier_expect(full, Shape::Q_BYTES);
+      FG_NO_UNROLL
+      for (int head = 0; head < C::GROUP_PACK; ++head) {
+        load_chunks<Shape::ROWS, C::HEAD_DIM>(target + static_cast<u32>(head * chunk_bytes(Shape::POSITIONS)), &params.q, full,
+                                              place.first_row + consumer * Shape::POSITIONS, place.head_q + head, place.batch);
+      }
     }
     at = at.next();
   }
@@ -158,14 +169,15 @@ FG_DEVICE void produce_queries(const MappedForwardParams& params, u32 shared) {
 // A query tile as one consumer sees it: it computes 64 rows, and passes by those KV tiles of its CTA that none of them sees.
 template <class C>
 struct QueryTile {
+  static constexpr int POSITIONS = HopperShape<C>::POSITIONS;
   Place place;
-  int first_row;        // of the 64
-  TileRange<C> range;   // of the 64
+  int first_row;       // of the consumer, the same in every head of the pack
+  TileRange<C> range;  // of the consumer
   int newest, passed_first, seen, passed_last;  // the CTA's last KV tile; how many are passed by, computed, passed by
 
   FG_DEVICE QueryTile(const ForwardParams& params, const Place& at, int index)
-      : place(at), first_row(at.first_row + index * PRODUCT_ROWS), range(params, first_row, PRODUCT_ROWS) {
-    const TileRange<C> cta(params, at.first_row, C::BLOCK_Q);
+      : place(at), first_row(at.first_row + index * POSITIONS), range(params, first_row, POSITIONS) {
+    const TileRange<C> cta(params, at.first_row, POSITIONS_PER_TILE<C>);
     const bool has_rows = first_row < params.seqlen_q;
     const int last = has_rows ? minimum(maximum(range.last, cta.first), cta.last) : cta.first;
     const int first = has_rows ? minimum(maximum(range.first, cta.first), last) : cta.first;
@@ -175,7 +187,10 @@ struct QueryTile {
     passed_last = first - cta.first;
   }
   FG_DEVICE int first_seen() const { return newest - passed_first; }
-  FG_DEVICE int row(int warp, int lane) const { return first_row + warp * 16 + lane / 4; }
+
+  // Where row r of the consumer's 64 belongs.
+  FG_DEVICE int row(int r) const { return first_row + r % POSITIONS; }
+  FG_DEVICE int head(int r) const { return place.head_q + r / POSITIONS; }
 };
 
 template <class C>
@@ -227,9 +242,12 @@ struct Consumer {
     }
   }
 
-  FG_DEVICE void hide(int row, int tile) {
-    const int column = tile * C::BLOCK_KV + lane % 4 * 2;
-    const VisibleKeys seen[2] = {visible_keys<C>(params.problem, row), visible_keys<C>(params.problem, row + 8)};
+  FG_DEVICE int tile_row(int r) const { return warp * 16 + lane / 4 + 8 * r; }  // of this lane's two rows, among the consumer's 64
+
+  FG_DEVICE void hide(const QueryTile<C>& tile, int number) {
+    const int column = number * C::BLOCK_KV + lane % 4 * 2;
+    const VisibleKeys seen[2] = {visible_keys<C>(params.problem, tile.row(tile_row(0))),
+                                 visible_keys<C>(params.problem, tile.row(tile_row(1)))};
     FG_UNROLL
     for (int i = 0; i < Shape::SCORES; ++i) {
       const int key = column + column_of(i);
@@ -255,7 +273,7 @@ struct Consumer {
     score_product<Shape::DEPTH_STEPS, Element>(scores, queries(), keys(at.stage));
     wgmma_wait<0>(scores);
     release_keys(at);
-    if (tile.range.needs_mask(tile.first_seen())) hide(tile.row(warp, lane), tile.first_seen());
+    if (tile.range.needs_mask(tile.first_seen())) hide(tile, tile.first_seen());
     softmax.update(scores, params.problem.scale_log2);
     pack_weights();
   }
@@ -288,7 +306,7 @@ struct Consumer {
 
   FG_DEVICE void soften(const QueryTile<C>& tile, int number, int stage) {
     const bool masked = tile.range.needs_mask(number);
-    if (masked) hide(tile.row(warp, lane), number);
+    if (masked) hide(tile, number);
     if (C::SOFTMAX_MODE == SOFTMAX_UNSEEN && !masked && softmax.settled) {
       if (softmax.update_unseen(scores, params.problem.scale_log2)) return;
       recompute_scores(scores, stage);
@@ -360,11 +378,11 @@ struct Consumer {
   }
 
   FG_DEVICE void store_lse(const QueryTile<C>& tile, const SoftmaxResult& result) const {
-    float* lse = lse_of(params.problem, tile.place);
-    const int row = tile.row(warp, lane);
     FG_UNROLL
     for (int r = 0; r < 2; ++r) {
-      if (lane % 4 == 0 && row + 8 * r < params.problem.seqlen_q) store_global(lse + row + 8 * r, result.lse[r]);
+      const int row = tile.row(tile_row(r));
+      const Place place = {tile.place.batch, tile.head(tile_row(r)), tile.place.head_kv, row};
+      if (lane % 4 == 0 && row < params.problem.seqlen_q) store_global(lse_of(params.problem, place) + row, result.lse[r]);
     }
   }
 
@@ -393,10 +411,10 @@ struct Consumer {
 
   FG_DEVICE void store_direct(const QueryTile<C>& query_tile, const SoftmaxResult& result) const {
     constexpr int TILES = Shape::OUTPUTS / 4;  // of 8 columns
-    Element* o = head_of<Element>(params.problem.o, params.problem.o_strides, query_tile.place.batch, query_tile.place.head_q);
-    const int row = query_tile.row(warp, lane);
     FG_UNROLL
     for (int r = 0; r < 2; ++r) {
+      const int row = query_tile.row(tile_row(r)), head = query_tile.head(tile_row(r));
+      Element* o = head_of<Element>(params.problem.o, params.problem.o_strides, query_tile.place.batch, head);
       FG_UNROLL
       for (int first = 0; first < TILES; first += 4) {
         u32 word[4];
@@ -404,8 +422,8 @@ struct Consumer {
         for (int i = 0; i < 4; ++i) word[i] = normalised_pair(minimum(first + i, TILES - 1) * 4 + 2 * r, result);
         transpose_quad(word);
         const int tile = first + lane % 4;
-        if (row + 8 * r >= params.problem.seqlen_q || tile >= TILES) continue;
-        Element* target = o + (row + 8 * r) * params.problem.o_strides.row + tile * 8;
+        if (row >= params.problem.seqlen_q || tile >= TILES) continue;
+        Element* target = o + row * params.problem.o_strides.row + tile * 8;
         store_global(reinterpret_cast<Vector16*>(target), Vector16{{word[0], word[1], word[2], word[3]}});
       }
     }
@@ -428,9 +446,12 @@ struct Consumer {
     barrier_sync(Shape::STORE + index, 128);
     if (leads) {
       FG_UNROLL
-      for (int chunk = 0; chunk < chunks_of(C::HEAD_DIM_V); ++chunk) {
-        tma_store(&params.o, tile + static_cast<u32>(chunk * chunk_bytes(Shape::ROWS)), chunk * SWIZZLE_COLUMNS,
-                  query_tile.first_row, query_tile.place.head_q, query_tile.place.batch, 0);
+      for (int head = 0; head < C::GROUP_PACK; ++head) {
+        FG_UNROLL
+        for (int chunk = 0; chunk < chunks_of(C::HEAD_DIM_V); ++chunk) {
+          tma_store(&params.o, tile + static_cast<u32>(chunk * chunk_bytes(Shape::ROWS) + head * chunk_bytes(Shape::POSITIONS)),
+                    chunk * SWIZZLE_COLUMNS, query_tile.first_row, query_tile.place.head_q + head, query_tile.place.batch, 0);
+        }
       }
       bulk_commit();
     }

@@ -13,24 +13,30 @@ enum Scheduler : int {
 
 constexpr int NO_ROW = -1;  // first row of the place after the last
 
-// Heads are taken in sections whose keys and values fit the L2 cache together; within a section, masked kernels start the last query tile
-// of every head first, since it is the longest.
+// A query tile holds rows of GROUP_PACK heads, which share their keys and values: few positions of many heads, where there are few rows.
+template <class C>
+constexpr int POSITIONS_PER_TILE = C::BLOCK_Q / C::GROUP_PACK;
+
+// Packs of heads are taken in sections whose keys and values fit the L2 cache together; within a section, masked kernels start the last
+// query tile of every pack first, since it is the longest.
 template <class C>
 struct WorkOrder {
-  int q_tiles, batch_heads, tiles;
+  int q_tiles, packs, tiles;  // query tiles of one pack; packs of all batches
 
   FG_DEVICE explicit WorkOrder(const ForwardParams& params)
-      : q_tiles(ceil_div(params.seqlen_q, C::BLOCK_Q)), batch_heads(params.batch * params.heads_q), tiles(q_tiles * batch_heads) {}
+      : q_tiles(ceil_div(params.seqlen_q, POSITIONS_PER_TILE<C>)),
+        packs(params.batch * params.heads_q / C::GROUP_PACK),
+        tiles(q_tiles * packs) {}
 
   FG_DEVICE Place place(const ForwardParams& params, int tile) const {
     const int per_section = C::HEAD_SECTION * q_tiles;
     const int section = tile / per_section, within = tile - section * per_section;
-    const int heads = minimum(C::HEAD_SECTION, batch_heads - section * C::HEAD_SECTION);
-    const int step = within / heads;
-    const int batch_head = section * C::HEAD_SECTION + (within - step * heads);
-    const int batch = batch_head / params.heads_q, head_q = batch_head - batch * params.heads_q;
+    const int mixed = minimum(C::HEAD_SECTION, packs - section * C::HEAD_SECTION);
+    const int step = within / mixed;
+    const int first_head = (section * C::HEAD_SECTION + (within - step * mixed)) * C::GROUP_PACK;
+    const int batch = first_head / params.heads_q, head_q = first_head - batch * params.heads_q;
     const int q_tile = C::MASKED ? q_tiles - 1 - step : step;
-    return {batch, head_q, head_q / (params.heads_q / params.heads_kv), q_tile * C::BLOCK_Q};
+    return {batch, head_q, head_q / (params.heads_q / params.heads_kv), q_tile * POSITIONS_PER_TILE<C>};
   }
 };
 

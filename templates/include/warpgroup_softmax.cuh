@@ -29,7 +29,9 @@ struct WarpgroupSoftmax {
   float reference[2], row_sum[2];
   float rescale[2];  // what the output has to be multiplied by, once the products under way are done
   bool rescales;     // the same in the whole warp
-  bool settled;      // every row of the warp has a reference, and none is huge: the condition of update_unseen
+  bool trusted;      // no probability has been too large since the query tile began: a warp that met one looks at scores from then on,
+                     // so that scores which keep growing cost little more than if they had been looked at from the beginning
+  bool settled;      // trusted, every row of the warp has a reference, and none is huge: the condition of update_unseen
 
   FG_DEVICE void start() {
     FG_UNROLL
@@ -38,6 +40,7 @@ struct WarpgroupSoftmax {
       row_sum[r] = 0.0f;
     }
     rescales = false;
+    trusted = true;
     settled = false;
   }
 
@@ -69,6 +72,7 @@ struct WarpgroupSoftmax {
     const float most = larger(sum[0], sum[1]);
     rescales = warp_any(!(most <= LARGEST_SUM));  // also for a NaN
     if (rescales) {
+      trusted = false;
       if (warp_any(!(most < OVERFLOWING_SUM))) return false;
       const float estimate[2] = {reference[0] + log2_exact(sum[0]) / scale_log2, reference[1] + log2_exact(sum[1]) / scale_log2};
       raise_reference(estimate, scale_log2);
@@ -115,7 +119,7 @@ struct WarpgroupSoftmax {
       reference[r] = raised;
       row_sum[r] *= rescale[r];
     }
-    settled = !warp_any(is_unsettled(reference[0], scale_log2) || is_unsettled(reference[1], scale_log2));
+    settled = trusted && !warp_any(is_unsettled(reference[0], scale_log2) || is_unsettled(reference[1], scale_log2));
   }
 
   FG_DEVICE static bool is_unsettled(float value, float scale_log2) { return !(magnitude(value * scale_log2) < HUGE_LOG2); }
