@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
 import train_gpt  # noqa: E402
 
 import flashgen  # noqa: E402
-from flashgen import cases, device, gate, gradient_gate  # noqa: E402
+from flashgen import bench, cases, device, gate, gradient_gate, peers, reference  # noqa: E402
 from flashgen.cases import Layout  # noqa: E402
 from flashgen.gpu import Gpu  # noqa: E402
 from flashgen.gradient_suite import Case  # noqa: E402
@@ -238,6 +238,26 @@ def test_a_long_sequence_takes_no_more_than_dq_in_float32_and_two_numbers_per_ro
     matrix = heads * rows * rows * 2
     print(json.dumps({"flashgen_mib": found >> 20, "fa2_mib": peer >> 20, "matrix_mib": matrix >> 20}))
     assert found <= (results + beyond) * 1.02 + 2**20
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peer", ["sdpa-flash", "sdpa-cudnn"])
+def test_kernels_and_peers_compute_the_same_gradients_of_the_operands_that_are_timed(peer: str) -> None:
+    problem = Problem(DType.BFLOAT16, 64, 64, 2, 4, 4, 512, 512, Mask.causal(), Op.BACKWARD)
+    state, space = bench.open_device(0), SPACES[0]
+    source = render(space, problem.klass(), space.bind(problem, device.present()).fallback())
+    state.launchable("ours", source, None, problem, 0)()
+    made = state.operands(problem, 0)
+    theirs = peers.prepare(peer, made.for_peers(state.gpu)).run()
+    for name, right in zip(("dq", "dk", "dv"), theirs, strict=True):
+        bits = np.empty(made.buffers[name].bytes // 2, np.uint16)
+        state.gpu.download(made.buffers[name], bits)
+        found = torch.from_numpy(reference.decode(bits, problem.dtype)).view(right.shape)
+        assert float((found - right.float().cpu()).norm() / found.norm()) < 1e-2, name
+    compared = bench.interleave_task(state, [("ours", source, None)], problem, 6, 0, (peer,))
+    assert set(compared.samples) == {"ours", peer} and all(time > 0 for times in compared.samples.values() for time in times)
 
 
 # Training -------------------------------------------------------------------------------------------------------------
