@@ -106,25 +106,25 @@ struct ProbabilitySide : KeyRows<C, BackwardShape<C>::CHUNKS, BackwardShape<C>::
   // The next copies are started behind the first products, so that the tensor cores are busy meanwhile.
   FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int step, RowRing<C>& ring) {
     const PairMask<C> mask = block.mask_of(rows, block.place);
+    // Warps that share keys wait for each other, so none sits out.
+    if (C::WARPS_ACROSS == 1 && !mask.any_seen) return ring.prefetch(step + C::NUM_STAGES - 1);
     const Handover<C> handover(block.shared, block.place);
     Scores<C> scores;
-    if (mask.any_seen) this->multiply(scores, rows.q, block.place);
+    this->multiply(scores, rows.q, block.place);
     ring.prefetch(step + C::NUM_STAGES - 1);
-    PackedScores<C> packed = {};
-    if (mask.any_seen) {
-      if (mask.any_hidden) block.hide_in(scores, rows, block.place, -infinity());
-      exponentials<C>(scores, block.params.forward.scale_log2, block.place, rows.lse);
-      if constexpr (C::ROUNDED_HANDOVER) pack<C>(packed, scores);
-      handover.give(scores, packed);
-      if constexpr (!C::ROUNDED_HANDOVER) pack<C>(packed, scores);
-    }
+    if (mask.any_hidden) block.hide_in(scores, rows, block.place, -infinity());
+    exponentials<C>(scores, block.params.forward.scale_log2, block.place, rows.lse);
+    PackedScores<C> packed;
+    if constexpr (C::ROUNDED_HANDOVER) pack<C>(packed, scores);
+    handover.give(scores, packed);
+    if constexpr (!C::ROUNDED_HANDOVER) pack<C>(packed, scores);
     if constexpr (C::WARPS_ACROSS > 1) handover.tile.store(packed);
-    if (mask.any_seen) barrier_arrive(TWINS + block.place.number, 2 * WARP_LANES);
+    barrier_arrive(TWINS + block.place.number, 2 * WARP_LANES);
     if constexpr (C::WARPS_ACROSS > 1) {
       barrier_sync(PROBABILITY_SIDE, Shape::SIDE_WARPS * WARP_LANES);
       this->accumulate(handover.tile.rows(block.place), rows.dout, block.place);
     } else {
-      if (mask.any_seen) this->accumulate(packed, rows.dout, block.place);
+      this->accumulate(packed, rows.dout, block.place);
     }
   }
 };
@@ -140,27 +140,26 @@ struct GradientSide : KeyRows<C, BackwardShape<C>::CHUNKS_V, BackwardShape<C>::C
 
   FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int step, RowRing<C>& ring) {
     const PairMask<C> mask = block.mask_of(rows, block.place);
+    const ScoreTile<C> gradients(block.gradients(step), block.place);
+    if (C::WARPS_ACROSS == 1 && !mask.any_seen) {
+      if constexpr (Shape::GRADIENT_TILES > 0) gradients.store(PackedScores<C>{});
+      return ring.prefetch(step + C::NUM_STAGES - 1);
+    }
     Scores<C> products;
-    if (mask.any_seen) this->multiply(products, rows.dout, block.place);
+    this->multiply(products, rows.dout, block.place);
     ring.prefetch(step + C::NUM_STAGES - 1);
-    PackedScores<C> packed = {};
-    if (mask.any_seen) {
-      // Products with hidden keys may be anything; with a probability of 0 they must stay finite.
-      if (mask.any_hidden) block.hide_in(products, rows, block.place, 0.0f);
-      barrier_sync(TWINS + block.place.number, 2 * WARP_LANES);
-      differentiate<C>(products, Handover<C>(block.shared, block.place), block.place, rows.delta);
-      pack<C>(packed, products);
-    }
-    if constexpr (Shape::GRADIENT_TILES > 0) {
-      const ScoreTile<C> gradients(block.gradients(step), block.place);
-      gradients.store(packed);
-      if constexpr (C::WARPS_ACROSS > 1) {
-        barrier_sync(GRADIENT_SIDE, Shape::SIDE_WARPS * WARP_LANES);
-        this->accumulate(gradients.rows(block.place), rows.q, block.place);
-      }
-    }
-    if constexpr (C::WARPS_ACROSS == 1) {
-      if (mask.any_seen) this->accumulate(packed, rows.q, block.place);
+    // Products with hidden keys may be anything; with a probability of 0 they must stay finite.
+    if (mask.any_hidden) block.hide_in(products, rows, block.place, 0.0f);
+    barrier_sync(TWINS + block.place.number, 2 * WARP_LANES);
+    differentiate<C>(products, Handover<C>(block.shared, block.place), block.place, rows.delta);
+    PackedScores<C> packed;
+    pack<C>(packed, products);
+    if constexpr (Shape::GRADIENT_TILES > 0) gradients.store(packed);
+    if constexpr (C::WARPS_ACROSS > 1) {
+      barrier_sync(GRADIENT_SIDE, Shape::SIDE_WARPS * WARP_LANES);
+      this->accumulate(gradients.rows(block.place), rows.q, block.place);
+    } else {
+      this->accumulate(packed, rows.q, block.place);
     }
   }
 };
@@ -181,25 +180,28 @@ struct BothSides {
     for (int part = 0; part < C::BLOCK_Q / Shape::ROWS_PER_WARP; ++part) {
       const SidePlace<C> place = block.place.part(part);
       const PairMask<C> mask = block.mask_of(rows, place);
-      Scores<C> scores;
-      if (mask.any_seen) of_probabilities.multiply(scores, rows.q, place);
-      if (part == 0) ring.prefetch(step + C::NUM_STAGES - 1);
-      PackedScores<C> packed = {};
-      if (mask.any_seen) {
-        Scores<C> products;
-        of_gradients.multiply(products, rows.dout, place);
-        if (mask.any_hidden) {
-          block.hide_in(scores, rows, place, -infinity());
-          block.hide_in(products, rows, place, 0.0f);
-        }
-        exponentials<C>(scores, block.params.forward.scale_log2, place, rows.lse);
-        pack<C>(packed, scores);
-        of_probabilities.accumulate(packed, rows.dout, place);
-        differentiate<C>(products, KeptProbabilities<C>{scores}, place, rows.delta);
-        pack<C>(packed, products);
+      const ScoreTile<C> gradients(block.gradients(step), place);
+      if (!mask.any_seen) {
+        if constexpr (Shape::GRADIENT_TILES > 0) gradients.store(PackedScores<C>{});
+        if (part == 0) ring.prefetch(step + C::NUM_STAGES - 1);
+        continue;
       }
-      if constexpr (Shape::GRADIENT_TILES > 0) ScoreTile<C>(block.gradients(step), place).store(packed);
-      if (mask.any_seen) of_gradients.accumulate(packed, rows.q, place);
+      Scores<C> scores, products;
+      of_probabilities.multiply(scores, rows.q, place);
+      if (part == 0) ring.prefetch(step + C::NUM_STAGES - 1);
+      of_gradients.multiply(products, rows.dout, place);
+      if (mask.any_hidden) {
+        block.hide_in(scores, rows, place, -infinity());
+        block.hide_in(products, rows, place, 0.0f);
+      }
+      exponentials<C>(scores, block.params.forward.scale_log2, place, rows.lse);
+      PackedScores<C> packed;
+      pack<C>(packed, scores);
+      of_probabilities.accumulate(packed, rows.dout, place);
+      differentiate<C>(products, KeptProbabilities<C>{scores}, place, rows.delta);
+      pack<C>(packed, products);
+      if constexpr (Shape::GRADIENT_TILES > 0) gradients.store(packed);
+      of_gradients.accumulate(packed, rows.q, place);
     }
   }
 };
