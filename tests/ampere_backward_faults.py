@@ -33,7 +33,7 @@ FAULTS = (
     ("the mask edge is off in the loop over rows", "if (own > keys.last ||", "if (own > keys.last + 1 ||", CAUSAL, SUMS),
     ("the mask edge is off in the loop over keys", "if (key > keys.last ||", "if (key > keys.last + 1 ||", CAUSAL, PASS),
     ("the left edge of a window is off", "own < keys.first)) scores", "own < keys.first - 1)) scores", WINDOW, SUMS),
-    ("tiles at the edge count as seen by all", "any_hidden = last_key > top.last ||", "any_hidden = last_key > top.last + 1 ||", CAUSAL, SUMS),
+    ("tiles at the edge count as seen by all", "any_hidden = last_key > top.last ||", "any_hidden = last_key > top.last + 4 ||", CAUSAL, SUMS),
     ("tiles at the edge count as unseen", "any_seen = !C::MASKED || (key <= bottom.last &&", "any_seen = !C::MASKED || (key < bottom.last &&", CAUSAL, SUMS),
     ("dk sums rows of dO", "this->accumulate(packed, rows.q, block.place);", "this->accumulate(packed, rows.dout, block.place);", NONE, SUMS),
     ("rows past the last are stored", "own_row >= target.valid_rows ||", "", NONE, SUMS),
