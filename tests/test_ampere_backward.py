@@ -25,7 +25,7 @@ from backward_kernels import (
 
 from flashgen import cases
 from flashgen.device import preset
-from flashgen.emulate import POLICIES, Policy
+from flashgen.emulate import POLICIES, EmulatedExecutor, Policy
 from flashgen.model import Alignment, DType, Mask, Op, Problem, Source
 from flashgen.space import Space
 
@@ -103,6 +103,20 @@ def test_every_schedule_gives_the_same_bits_with_a_second_pass(space: Space) -> 
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("changes", DESIGNS.values(), ids=DESIGNS)
+def test_shared_accesses_meet_no_bank_conflict(space: Space, changes: dict[str, int | bool]) -> None:
+    source, _ = made(space, {**changes, "block_q": 64}, NONE, dims=(64, 64))
+    case = Case("conflicts", problem_of(DType.BFLOAT16, NONE, (64, 64)))
+    bound = space.bind(case.problem, DEVICE)
+    executor = EmulatedExecutor(
+        DEVICE, replace(POLICIES[0], races=False), grids=lambda *_: (bound.grids(source.variant), bound.workspace_bytes(source.variant))
+    )
+    executor.backward(source, case.problem, operands(case, expect(case)), case.softmax_scale)
+    counted = executor.last_report.counters
+    assert counted.matrix_phases > 0 and counted.matrix_conflicts == counted.shared_conflicts == 0
+
+
+@pytest.mark.emulated
 @pytest.mark.parametrize("changes", [{}, PASS], ids=["sums", "second_pass"])
 def test_large_numbers_in_keys_that_no_row_sees_change_no_bit(space: Space, changes: dict[str, int | bool]) -> None:
     source, _ = made(space, changes, CAUSAL)
@@ -128,6 +142,23 @@ def test_a_fault_in_the_candidate_is_rejected(space: Space, what: str, old: str,
     assert len(pattern.findall(source.text)) == 1, f"the text of the kernel has changed; renew the fault {what!r}"
     broken = replace(source, text=pattern.sub(lambda _: new, source.text), digest=what)
     assert first_failure(space, broken, DEVICE, chosen, [emulated(policy, 3) for policy in POLICIES]), f"{what}: accepted"
+
+
+@pytest.mark.parametrize("device", ["a100", "l40s", "rtx4090", "h100", "h200"])
+def test_the_fallback_fits_every_head_dim_and_is_deterministic(space: Space, device: str) -> None:
+    for dims in ((8, 8), (64, 64), (128, 128), (200, 72), (256, 256), (256, 8), (8, 256)):
+        bound = space.bind(replace(problem_of(DType.FLOAT16, WINDOW, dims), deterministic=True), preset(device))
+        assert not {name: missed for name, missed in bound.violations(bound.fallback()).items() if missed}, dims
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("dims", [(16, 24), (256, 256)], ids=str)
+def test_the_fallback_passes_every_case(space: Space, dims: tuple[int, int], mask: Mask) -> None:
+    fallback = space.bind(problem_of(DType.FLOAT16, mask, dims), DEVICE).fallback()
+    source, chosen = made(space, fallback.as_dict(), mask, DType.FLOAT16, dims)  # type: ignore[arg-type]
+    assert not first_failure(space, source, DEVICE, chosen, [emulated(POLICIES[3])])
 
 
 @pytest.mark.emulated
