@@ -48,7 +48,6 @@ FAULTS = (
     ("P is overwritten before it was taken over", "mbarrier_wait(this->barrier(Shape::EXCHANGE_EMPTY + this->exchange.stage), this->exchange.round ^ 1);", "", NONE, SPLIT),
     ("rows are released before the last product", "this->release_dout(this->dout.stage); this->dout = this->dout.next(); } FG_DEVICE void compute", "this->dout = this->dout.next(); } FG_DEVICE void compute", NONE, SPLIT),
     ("the exponentials do not wait for the scores", "product_wait<2>(scores); this->exponentiate", "this->exponentiate", NONE, OVERLAPPED),
-    ("a head is rounded before its last tile is added", "== tiles - 1));", "== tiles - 2 || tiles == 1));", NONE, SERIAL),
     ("the counter is drawn once too often", "static_cast<u32>(tiles - 1))", "static_cast<u32>(tiles))", NONE, SPLIT),
     ("dq is stored with the strides of q", "const GradientHead<Element> dq(params.dq, params.dq_strides, place.batch, place.head,", "const GradientHead<Element> dq(params.dq, params.forward.q_strides, place.batch, place.head,", NONE, SPLIT),
 )

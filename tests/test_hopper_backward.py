@@ -20,10 +20,10 @@ FEW_SMS = replace(preset("h200"), sm_count=3)  # several tiles per CTA already i
 SPLIT = {
     "fused": False, "block_q": 32, "num_stages": 3, "key_stages": 1, "block_kv": 32, "kv_stages": 2, "order": 0, "turned": False,
     "direct": False, "ping_pong": False, "keys_in_registers": False, "keys_from_shared": False, "rotate": False, "pin": False,
-    "rounds": False, "head_section": 1,
+    "head_section": 1,
 }  # fmt: skip
 OVERLAPPED = SPLIT | {"fused": True, "block_q": 64, "num_stages": 2, "block_kv": 64, "ping_pong": True}
-SERIAL = SPLIT | {"fused": True, "num_stages": 2, "block_kv": 64, "order": 1, "turned": True, "rounds": True}
+SERIAL = SPLIT | {"fused": True, "num_stages": 2, "block_kv": 64, "order": 1, "turned": True}
 VARIANTS = {faults.SPLIT: (SPLIT, (64, 64)), faults.OVERLAPPED: (OVERLAPPED, (64, 64)), faults.SERIAL: (SERIAL, (128, 128))}
 SLOW = pytest.mark.slow
 

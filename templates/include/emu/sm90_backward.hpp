@@ -9,7 +9,6 @@ FG_DEVICE void add_global(float* address, float v0, float v1, float v2, float v3
   const float values[4] = {v0, v1, v2, v3};
   for (int i = 0; i < 4; ++i) atomic_add(address + i, values[i]);
 }
-FG_DEVICE void fence_device() {}
 
 FG_DEVICE Vector16 load_shared_freely(u32 address) { return load_shared<Vector16>(address); }
 FG_DEVICE void pin_address(u32&) {}

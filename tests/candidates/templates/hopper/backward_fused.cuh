@@ -24,30 +24,6 @@ FG_DEVICE void store_key_gradients(const FusedBase<C>& at, const KeyTile<C>& pla
   to_k.template store<C::HEAD_DIM>(dk, params.scale, key, 0, C::HEAD_DIM, at.lane);
 }
 
-// The consuming warps have added a tile's share of dQ to the sums of its heads. Whoever adds the last share of a head rounds it.
-template <class C>
-FG_DEVICE void finish_heads(const FusedBase<C>& at, const KeyTile<C>& place) {
-  const auto meet = [] { barrier_sync(FusedBase<C>::MEETING, 256); };
-  const ForwardParams& forward = at.params.forward;
-  const int group = forward.heads_q / forward.heads_kv, blocks = ceil_div(forward.seqlen_q, C::BLOCK_Q);
-  const u32 tiles = static_cast<u32>(ceil_div(forward.seqlen_kv, C::KEY_ROWS)), verdict = at.barrier(KeyShape<C>::VERDICT);
-  const QueryRounding<C> rounding{at.params, at.shared + KeyShape<C>::EXCHANGE, at.index, at.warp, at.lane};
-  if (!C::DIRECT && at.lane == 0) bulk_wait<0>();
-  fence_device();
-  FG_NO_UNROLL
-  for (int i = 0; i < group; ++i) {
-    const int head = place.batch * forward.heads_q + place.head_kv * group + i;
-    meet();
-    if (at.index == 0 && at.warp == 0 && at.lane == 0)
-      store_shared(verdict, static_cast<u32>(atomic_add(RowStatistics(forward).finished<C>(forward) + head, 1) == tiles - 1));
-    meet();
-    if (load_shared<u32>(verdict) == 0) continue;
-    fence_device();
-    FG_NO_UNROLL
-    for (int block = head * blocks; block < (head + 1) * blocks; ++block) rounding.run(block, meet);
-  }
-}
-
 template <class C, class Consumer>
 FG_DEVICE void run_fused(Consumer consumer) {
   const BackwardParams& params = consumer.params;
@@ -57,9 +33,7 @@ FG_DEVICE void run_fused(Consumer consumer) {
   for (int tile = queue.read(); tile != NO_TILE; tile = queue.read()) {
     consumer.compute(KeyTile<C>::of(params.forward, tile));
     forget(tile);  // cheaper to find the place again than to keep it in registers
-    const KeyTile<C> place = KeyTile<C>::of(params.forward, tile);
-    store_key_gradients<C>(consumer, place, consumer.dk, consumer.dv);
-    if constexpr (C::ROUNDS) finish_heads<C>(consumer, place);
+    store_key_gradients<C>(consumer, KeyTile<C>::of(params.forward, tile), consumer.dk, consumer.dv);
   }
   if (!C::DIRECT && consumer.lane == 0) bulk_wait<0>();
 }

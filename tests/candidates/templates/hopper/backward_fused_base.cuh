@@ -8,7 +8,6 @@ template <class C>
 struct FusedBase {
   using Shape = KeyShape<C>;
   using Element = typename C::Element;
-  static constexpr int MEETING = 3;                                                 // named barrier of both warpgroups
   static constexpr int TURN = 1;                                                    // named barriers, one per warpgroup
   static constexpr int HALF = PRODUCT_ROWS * C::DQ_COLUMNS, WARP_SHARE = HALF / 4;  // floats of dQ of a block
   // A warpgroup's half of dQ: 64 rows, or half the columns, or 64 columns transposed.
@@ -191,17 +190,18 @@ struct FusedBase {
 // The blocks of a tile, and where their dQ is summed.
 template <class C>
 struct SummedBlocks {
+  const ForwardParams& forward;
   BlockWalk<C> walk;
-  int blocks, head;  // blocks of a head; of all heads before
+  int head;  // blocks of all heads before
 
-  FG_DEVICE SummedBlocks(const ForwardParams& forward, const KeyTile<C>& place)
-      : walk(forward, place.key), blocks(ceil_div(forward.seqlen_q, C::BLOCK_Q)) {
-    head = (place.batch * forward.heads_q + place.head_kv * (forward.heads_q / forward.heads_kv)) * blocks;
+  FG_DEVICE SummedBlocks(const ForwardParams& params, const KeyTile<C>& place) : forward(params), walk(params, place.key) {
+    head = (place.batch * forward.heads_q + place.head_kv * (forward.heads_q / forward.heads_kv)) * blocks();
   }
+  FG_DEVICE int blocks() const { return ceil_div(forward.seqlen_q, C::BLOCK_Q); }
   FG_DEVICE int row() const { return walk.block * C::BLOCK_Q; }
   FG_DEVICE int number() const { return head + walk.block; }
   FG_DEVICE void advance() {
-    if (walk.advance()) head += blocks;
+    if (walk.advance()) head += blocks();
   }
 };
 

@@ -26,8 +26,7 @@ struct KeyShape {
   static constexpr int Q_FULL = KEYS_EMPTY + C::KEY_STAGES, Q_EMPTY = Q_FULL + C::NUM_STAGES;
   static constexpr int DOUT_FULL = Q_EMPTY + C::NUM_STAGES, DOUT_EMPTY = DOUT_FULL + C::NUM_STAGES;
   static constexpr int EXCHANGE_FULL = DOUT_EMPTY + C::NUM_STAGES, EXCHANGE_EMPTY = EXCHANGE_FULL + 2;
-  static constexpr int TILE_FULL = EXCHANGE_EMPTY + 2, TILE_EMPTY = TILE_FULL + 2, TILE_WORDS = TILE_EMPTY + 2, VERDICT = TILE_WORDS + 1;
-  static constexpr int END = VERDICT + (C::ROUNDS ? 1 : 0);
+  static constexpr int TILE_FULL = EXCHANGE_EMPTY + 2, TILE_EMPTY = TILE_FULL + 2, TILE_WORDS = TILE_EMPTY + 2, END = TILE_WORDS + 1;
   static_assert(BARRIERS + 8 * END == C::KEY_SHARED_BYTES, "the layout of shared memory is the formula of the search space");
 
   static constexpr int SCORES = C::BLOCK_Q / 2, WORDS = C::BLOCK_Q / 4;  // registers

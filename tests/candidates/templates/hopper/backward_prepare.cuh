@@ -95,19 +95,14 @@ struct Preparation {
     Vector16* sums = reinterpret_cast<Vector16*>(to.sums);
     for (i64 index = own_index(); index < vectors; index += all_threads()) store_global(sums + index, Vector16{{0, 0, 0, 0}});
   }
-  FG_DEVICE void zero_counts() const {
-    const i64 heads = static_cast<i64>(forward.batch) * forward.heads_q;
-    for (i64 index = own_index(); index < heads; index += all_threads()) store_global(to.finished<C>(forward) + index, 0u);
-  }
 };
 
 template <class C>
 FG_DEVICE void prepare(const MappedBackwardParams& params) {
   const Preparation<C> preparation(params.problem);
-  if constexpr (C::FUSED) preparation.zero_sums();  // first, since nothing waits for stores
   preparation.rows();
   preparation.padding();
-  if constexpr (C::ROUNDS) preparation.zero_counts();
+  if constexpr (C::FUSED) preparation.zero_sums();
 }
 
 }  // namespace fg

@@ -9,17 +9,15 @@ template <class C>
 struct QueryRounding {
   using Base = FusedBase<C>;
   using Element = typename C::Element;
-  static constexpr int PITCH =
-      operand_columns(C::HEAD_DIM) * 2 + CHUNK_BYTES;  // bytes; a chunk more, so that rows begin in different banks
+  // Bytes of a row in shared memory; a chunk more than needed, so that rows begin in different banks.
+  static constexpr int PITCH = operand_columns(C::HEAD_DIM) * 2 + CHUNK_BYTES;
   static_assert(!C::TURNED || PITCH * C::BLOCK_Q == C::ROUND_SHARED_BYTES,
                 "the layout of shared memory is the formula of the search space");
   const BackwardParams& params;
   const u32 shared;            // ROUND_SHARED_BYTES, when dQ is transposed
   const int half, warp, lane;  // of the block, of the warp in the half, in the warp
 
-  // `block` counts over all heads; `meet` lets the 256 threads wait for each other.
-  template <class Meet>
-  FG_DEVICE void run(int block, Meet meet) const {
+  FG_DEVICE void run(int block) const {  // counted over all heads
     const int blocks = ceil_div(params.forward.seqlen_q, C::BLOCK_Q), batch_head = block / blocks,
               row = (block - batch_head * blocks) * C::BLOCK_Q;
     const int batch = batch_head / params.forward.heads_q, head = batch_head - batch * params.forward.heads_q;
@@ -35,9 +33,8 @@ struct QueryRounding {
     const GradientHead<Element> dq(params.dq, params.dq_strides, batch, head, params.forward.seqlen_q);
     if constexpr (C::TURNED) {
       turn(sums);
-      meet();
+      block_sync();
       copy_rows(dq, row);
-      meet();
     } else {
       const int first = row + (Base::BY_ROWS ? half * PRODUCT_ROWS : 0) + warp * 16 + lane / 4;
       dq.template store<C::DQ_COLUMNS>(sums, params.scale, first, Base::BY_ROWS ? 0 : half * C::DQ_COLUMNS, C::HEAD_DIM, lane);
@@ -72,7 +69,7 @@ template <class C>
 FG_DEVICE void round_query_sums(const BackwardParams& params) {
   const int warp = thread_index() / WARP_LANES;
   const QueryRounding<C> rounding{params, dynamic_shared(), warp / 4, warp % 4, thread_index() % WARP_LANES};
-  rounding.run(static_cast<int>(block_index()), [] { block_sync(); });
+  rounding.run(static_cast<int>(block_index()));
 }
 
 }  // namespace fg

@@ -27,12 +27,6 @@ struct RowStatistics {
     delta = lse + rows;
     sums = delta + rows;
   }
-  // How many tiles of keys have added their share to the sums of each head.
-  template <class C>
-  FG_DEVICE u32* finished(const ForwardParams& forward) const {
-    const i64 blocks = static_cast<i64>(forward.batch) * forward.heads_q * ceil_div(forward.seqlen_q, C::BLOCK_Q);
-    return reinterpret_cast<u32*>(sums + blocks * C::BLOCK_Q * operand_columns(C::HEAD_DIM));
-  }
 };
 FG_DEVICE i64 first_statistic(const ForwardParams& forward, int batch, int head) {
   return (static_cast<i64>(batch) * forward.heads_q + head) * padded_rows(forward.seqlen_q);
