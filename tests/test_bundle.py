@@ -510,7 +510,7 @@ def test_tensor_maps_in_c_are_those_of_python(made: Path, tmp_path: Path, batch:
 
 def test_the_bundle_command_takes_the_entries_that_serve_a_log(made: Path, tmp_path: Path, capsys: Captured) -> None:
     log = tmp_path / "log.jsonl"
-    log.write_text(f"{traffic.line_of(problem(1100))}\n{traffic.line_of(problem(77, head_dim=128))}\n")
+    log.write_text(f"{traffic.line_of(problem())}\n{traffic.line_of(problem(77, head_dim=128))}\n")
     out = tmp_path / "part.zip"
     assert cli.run(["bundle", str(out), "--table", str(tmp_path / "nvidia-h200.yaml"), "--problems", str(log), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

@@ -40,6 +40,8 @@ from flashgen.space import Space, load_space
 CUBIN = "sha256:" + "ab" * 32
 FAST, OTHER = ({"block_q": 128, "num_warps": 4, "q_in_registers": False}, {"block_q": 64, "num_warps": 2, "q_in_registers": False})
 
+AMPERE = replace(DEVICE, sm=80)  # where no other family is predicted faster than a near match of ampere_forward
+
 
 class FakeBackend:
     """A device that compiles everything to one cubin, certifies what it is told to, and counts."""
@@ -183,8 +185,8 @@ def test_a_stale_entry_is_proved_once_and_the_proof_is_remembered(folder: Path, 
 @pytest.mark.parametrize("fault", ["inexact", "broken"])
 def test_an_entry_that_fails_here_is_set_aside_with_one_warning_and_the_call_succeeds(folder: Path, fault: str) -> None:
     near = problem(2048)
-    write(folder, entry(problem(), digest="3f" * 32, **FAST), entry(near, **OTHER))
-    dispatcher = Dispatcher(FakeBackend(**{fault: ["block_q=128"]}), [folder])
+    write(folder, entry(problem(), digest="3f" * 32, **FAST), entry(near, **OTHER), device=AMPERE)
+    dispatcher = Dispatcher(FakeBackend(AMPERE, **{fault: ["block_q=128"]}), [folder])
     with pytest.warns(UserWarning, match="is set aside") as told:
         served = [dispatcher.serve(problem(length)) for length in (4096, 4096, 4000)]
     assert len(told) == 1 and {each.answer.variant for each in served} == {entry(near, **OTHER).variant}
@@ -199,7 +201,7 @@ def test_when_every_entry_fails_the_fallback_serves(folder: Path) -> None:
 
 def test_a_fallback_that_does_not_compile_gives_way_to_the_next(folder: Path) -> None:
     with pytest.warns(UntunedProblemWarning):
-        served = Dispatcher(FakeBackend(broken=["ampere"]), [folder]).serve(problem())
+        served = Dispatcher(FakeBackend(broken=["ampere", "hopper"]), [folder]).serve(problem())
     assert served.answer.variant.family == "simt_forward"
     assert any("does not compile" in step for step in served.answer.steps)
 
@@ -501,8 +503,8 @@ def test_dtype_is_part_of_the_key(folder: Path) -> None:
 
 
 def test_variants_of_one_source_are_loaded_once(folder: Path) -> None:
-    write(folder, entry(problem(), **FAST))
-    backend = FakeBackend()
+    write(folder, entry(problem(), **FAST), device=AMPERE)
+    backend = FakeBackend(AMPERE)
     dispatcher = Dispatcher(backend, [folder])
     served = [dispatcher.serve(problem(length)) for length in (2100, 4096, 9000)]
     assert len({each.loaded.source.digest for each in served}) == 1 and len(backend.loads) == 1

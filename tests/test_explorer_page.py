@@ -80,10 +80,10 @@ def slide(tab: Browser, control: str, value: int) -> None:
 @browser_only
 def test_moving_the_sliders_changes_the_heat_map_and_nothing_is_asked_for_or_complained_about(tab: Browser, page: Path) -> None:
     start = face(tab)
-    slide(tab, "capacity", 24)
+    slide(tab, "capacity", 128)
     small = face(tab)
     assert [each[0] for each in small] == [each[0] for each in start]
-    assert small != start and tab.run("return document.getElementById('capacity-text').textContent") == "24 KiB"
+    assert small != start and tab.run("return document.getElementById('capacity-text').textContent") == "128 KiB"
     slide(tab, "length", 0)
     assert face(tab) != small
     slide(tab, "capacity", 227)

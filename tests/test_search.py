@@ -393,7 +393,7 @@ def test_a_device_on_which_nothing_fits_is_named_with_limit_and_need() -> None:
 
 
 def test_a_problem_that_no_family_computes_lists_the_reasons() -> None:
-    with pytest.raises(UnsupportedProblem, match=r"ampere_forward: .*\n.*simt_forward: .*head_dim"):
+    with pytest.raises(UnsupportedProblem, match=r"ampere_forward: .*\n.*hopper_forward: .*\n.*simt_forward: .*head_dim"):
         tune(problem=replace(PROBLEM, head_dim=7), families=None)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from shipping import H200, NVRTC, compiled, entry, problem, source_of, table_of, variant
 
-from flashgen import cli, paths, standard, table
+from flashgen import cli, paths, search, standard, table
 from flashgen.errors import InvalidProblem
 from flashgen.evaluators import Decision, Toolchain
 from flashgen.model import (
@@ -64,7 +64,8 @@ class Imagined:
         return compiled(self.source(variant)).report
 
     def us(self, variant: Variant) -> float:
-        return 100.0 + variant.as_dict()["block_q"] + 1e-3 * variant.as_dict()["block_kv"]
+        at = variant.as_dict()
+        return 100.0 + at.get("block_q", 64 * at.get("consumer_warpgroups", 1)) + 1e-3 * at["block_kv"]
 
     def evaluate(self, variant: Variant, best_us: float | None) -> Trial:
         self.calls["evaluate"] += 1
@@ -203,7 +204,9 @@ def test_a_refresh_proves_and_times_anew_and_keeps_how_the_variant_was_found(tmp
 def test_a_refresh_that_fails_keeps_the_old_entry_and_says_why(tmp_path: Path) -> None:
     base = entry(problem(mask=Mask()))
     found = table_of(tmp_path / "t.yaml", base)
-    INEXACT.add(base.variant)
+    fallback = search.fallback_of(search.bind_families(base.problem, H200))
+    assert fallback is not None
+    INEXACT.update((base.variant, fallback))
     ((_, outcome),) = standard.refresh(found, found.entries, H200, ExecutorName.DEVICE, make_evaluator=Imagined)
     assert "planted" in str(outcome)
     assert table.read(found.path, strict=True).entries == (base,)

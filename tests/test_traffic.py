@@ -107,7 +107,8 @@ def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: str, said: 
 
 
 def covers(tmp_path: Path, *asked: Problem) -> dict[Problem, Cover]:
-    found = table_of(tmp_path / "a.yaml", entry(problem(1024)))
+    tuned = problem(1024)
+    found = table_of(tmp_path / "a.yaml", entry(tuned, chosen=load_space("hopper_forward").bind(tuned, H200).fallback()))
     return {each.problem: each.cover for each in traffic.coverage(dict.fromkeys(asked, 1), H200, [found])}
 
 
