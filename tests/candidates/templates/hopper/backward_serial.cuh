@@ -13,6 +13,7 @@ struct SerialFused : FusedBase<C> {
   using Element = typename C::Element;
   static constexpr bool SHARES = Base::DQ_REGISTERS == Shape::SCORES;  // dP and dQ
   // S of the next block is computed beside dK, if registers suffice: all that is under way between two drains counts.
+  static constexpr bool PREFETCHES = C::BLOCK_Q <= 64;  // lse, before S is there
   static constexpr bool OVERLAPS = C::BLOCK_Q <= 64 || C::KEYS_FROM_SHARED;
   float dk[Shape::K_SUMS], dv[Shape::V_SUMS], scores[Shape::SCORES], weights[Shape::SCORES];  // S, then P; dP, then dQ
   float narrow[Base::DQ_REGISTERS];                                                           // dQ, unless it shares
@@ -51,12 +52,6 @@ struct SerialFused : FusedBase<C> {
       gradients[i] = pack_pair(low, high, Element{});
     }
   }
-  FG_DEVICE void exponentiate_block(int key, int row) {
-    typename Base::Statistics statistics;
-    this->load_statistics(statistics, Shape::LSE, this->at.stage);
-    this->exponentiate(scores, statistics, key, row);
-  }
-
   FG_DEVICE void begin() {
     mbarrier_wait(this->barrier(Shape::K_FULL + this->keys.stage), this->keys.round);
     this->wait_q(this->at);
@@ -69,12 +64,15 @@ struct SerialFused : FusedBase<C> {
   FG_DEVICE void advance(int key, int row, int last_block, int staged) {
     const RingSlot<C::NUM_STAGES> next = this->at.next();
     const u32 last = this->exchanges - 1;
+    typename Base::Statistics lse;
+    if constexpr (PREFETCHES) this->load_statistics(lse, Shape::LSE, this->at.stage);
     this->wait_dout(this->at);
     product_wait<0>(scores);
     this->take_turn();
     start_weights();
     this->pass_turn();
-    exponentiate_block(key, row);
+    if constexpr (!PREFETCHES) this->load_statistics(lse, Shape::LSE, this->at.stage);
+    this->exponentiate(scores, lse, key, row);
     if constexpr (C::PIN) finish_before(scores);
     product_wait<0>(scores, weights);
     differentiate();
@@ -102,10 +100,12 @@ struct SerialFused : FusedBase<C> {
       product_wait<1>(gradients);
     } else {
       product_wait<0>(gradients);
+    }
+    warp_release(this->barrier(Shape::Q_EMPTY + this->at.stage));
+    if constexpr (!LAST && !OVERLAPS) {
       this->wait_q(next);
       start_scores(next.stage);
     }
-    warp_release(this->barrier(Shape::Q_EMPTY + this->at.stage));
     this->at = next;
     ++this->exchanges;
   }
