@@ -106,7 +106,7 @@ def explore(
     _refuse_tiny(found, capacities)
     if compiled := compiled_reports(found, compile_best):  # known registers change predictions, so nothing predicted before may stay
         reports |= compiled
-        found = tuple(Family(bound, reports) for bound in offered)
+        found = tuple(Family(each.bound, reports, each.shapes) for each in found)
     wanted = tuple(sorted({*(capacities or DEFAULT_CAPACITIES), device.shared_bytes_per_cta}))
     steps = tuple(sorted({*(lengths or DEFAULT_LENGTHS), problem.seqlen_kv}))
     at_hand = {each.variant: each.median_us for each in times if each.problem == problem}

@@ -6,8 +6,6 @@ twins the one with the shortest predicted time stands for all.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +19,7 @@ RESERVED_BYTES = 1024  # shared memory per CTA that the driver keeps, sm_80 and 
 _RESOURCES = ("threads", "shared_bytes", "est_registers", "ctas_per_sm", *TILE_NAMES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # compared and hashed by identity: twins are many
 class Shape:
     """Twins of equal resources: one of them, all of them, and their place in the grid."""
 
@@ -41,13 +39,12 @@ class Shapes:
     @cached_property
     def all(self) -> tuple[Shape, ...]:
         """Every shape."""
-        grouped: dict[tuple[int, ...], list[Variant]] = {}
-        for variant in _points(self.bound):
-            values = variant.as_dict()
-            twins = grouped.setdefault(tuple(int(values[name]) for name in self.read), [])
-            if variant not in twins:
-                twins.append(variant)
-        return tuple(Shape(twins[0], tuple(twins), cell_of(self.bound, twins[0])) for twins in grouped.values())
+        places = [place for place, each in enumerate(self.bound.space.parameters) if each.name in self.read]
+        grouped: dict[tuple[int, ...], dict[Variant, None]] = {}
+        for variant in self.bound.points():
+            grouped.setdefault(tuple(int(variant.params[place][1]) for place in places), {})[variant] = None
+        found = (tuple(twins) for twins in grouped.values())
+        return tuple(Shape(twins[0], twins, cell_of(self.bound, twins[0])) for twins in found)
 
 
 def cell_of(bound: BoundSpace, variant: Variant) -> tuple[int, int, int]:
@@ -55,12 +52,6 @@ def cell_of(bound: BoundSpace, variant: Variant) -> tuple[int, int, int]:
     at = bound.names(variant)
     q, kv, stages = (int(at.get(name, DEFAULTS[name])) for name in TILE_NAMES)
     return q, kv, stages
-
-
-def _points(bound: BoundSpace) -> Iterator[Variant]:
-    parameters = bound.space.parameters
-    for values in itertools.product(*(each.choices for each in parameters)):
-        yield bound.variant({each.name: value for each, value in zip(parameters, values, strict=True)})
 
 
 def _read_parameters(bound: BoundSpace) -> tuple[str, ...]:

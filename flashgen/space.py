@@ -5,6 +5,7 @@ Everything here is arithmetic on integers: checking a variant takes microseconds
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -224,6 +225,22 @@ class BoundSpace:
     def feasible(self) -> list[Variant]:
         """All distinct feasible variants; parameters vary as in nested loops, first parameter outermost, choices in the file's order."""
         return list(self._feasible)
+
+    def points(self) -> Iterator[Variant]:
+        """All points, feasible or not, conditions applied, in the order of `feasible`; the same one may come several times."""
+        conditions = self._definition.conditions
+        settled = {name for name, condition in conditions.items() if set(condition.when.names) <= set(self._base)}
+        choices = []
+        for parameter in self.space.parameters:
+            values: tuple[int, ...] = parameter.choices
+            if parameter.name in settled:
+                condition = conditions[parameter.name]
+                applies = self.space._value(f"conditions.{parameter.name}.when", condition.when, self._base)
+                values = values if applies else (condition.otherwise,)
+            choices.append([(parameter.name, bool(value) if parameter.is_bool else value) for value in values])
+        for point in itertools.product(*choices):
+            variant = Variant(self.space.family, point)
+            yield variant if len(settled) == len(conditions) else self.variant(variant.as_dict())
 
     def seeds(self) -> list[Variant]:
         """The file's seeds that are feasible here, in order, without repeats."""

@@ -58,14 +58,14 @@ class Best:
 class Family:
     """One family's shapes on one problem and device, with every prediction remembered."""
 
-    def __init__(self, bound: BoundSpace, reports: Mapping[Variant, CompileReport]) -> None:
-        """`reports` holds what the compiler said about variants, where it is known."""
+    def __init__(self, bound: BoundSpace, reports: Mapping[Variant, CompileReport], known: Shapes | None = None) -> None:
+        """`reports` holds what the compiler said about variants, where it is known; `known` the shapes of the same space."""
         self.bound = bound
-        self.shapes = Shapes(bound)
+        self.shapes = known or Shapes(bound)
         self.reports = reports
         self._best: dict[tuple[Variant, int, int], Best] = {}
         self._bounds: dict[tuple[int, int], BoundSpace] = {}
-        self._feasible: dict[tuple[int, int], frozenset[Variant]] = {}
+        self._feasible: dict[tuple[int, int], list[Shape]] = {}
         self._fits: dict[tuple[int, int], frozenset[Shape]] = {}
         self._least: dict[Variant, int] = {}
         self._taken: dict[Variant, Resources] = {}
@@ -89,8 +89,8 @@ class Family:
         bound = self.at(length, capacity)
         key = (length, bound.device.shared_bytes_per_cta)
         if key not in self._feasible:
-            self._feasible[key] = frozenset(bound.feasible())
-        return [shape for shape in self.shapes.all if shape.first in self._feasible[key]]
+            self._feasible[key] = [shape for shape in self.shapes.all if not any(bound.violations(shape.first).values())]
+        return self._feasible[key]
 
     def least_capacity(self, shape: Shape, length: int) -> int | None:
         """The smallest capacity in whole KiB, up to LARGEST_CAPACITY, at which a shape violates nothing; None when there is none."""
