@@ -40,6 +40,18 @@ struct FusedBase {
   FG_DEVICE u32 q_columns(int stage) const { return column_operand(shared + Shape::Q, C::BLOCK_Q) + q_step(stage); }
   FG_DEVICE u32 dout_rows(int stage) const { return row_operand(shared + Shape::DOUT) + dout_step(stage); }
   FG_DEVICE u32 dout_columns(int stage) const { return column_operand(shared + Shape::DOUT, C::BLOCK_Q) + dout_step(stage); }
+  // This warp's rows of a tile of keys, as the left operand of STEPS steps.
+  template <int STEPS>
+  FG_DEVICE void load_rows(u32 (&rows)[4 * STEPS], u32 tile) const {
+    FG_UNROLL
+    for (int step = 0; step < STEPS; ++step) {
+      const int row = index * PRODUCT_ROWS + warp * 16 + lane % 16, column = step * PRODUCT_DEPTH + lane / 16 * 8;
+      u32 fragment[4];
+      load_matrix_x4(fragment, tile + operand_offset(C::KEY_ROWS, row, column));
+      FG_UNROLL
+      for (int i = 0; i < 4; ++i) rows[4 * step + i] = fragment[i];
+    }
+  }
   // The operands of this warpgroup's half of dQ.
   FG_DEVICE u32 exchanged_rows(u32 exchange) const {
     const int first = BY_ROWS ? index * PRODUCT_ROWS * LINE_BYTES : 0;

@@ -40,24 +40,13 @@ struct OverlappedFused : FusedBase<C> {
     }
   }
   FG_DEVICE void start_query_sums(u32 rows) { start_product<typename Base::QuerySums, Element>(dq(), rows, this->key_columns()); }
-  template <int STEPS>
-  FG_DEVICE void load_rows(u32 (&rows)[4 * STEPS], u32 tile) const {
-    FG_UNROLL
-    for (int step = 0; step < STEPS; ++step) {
-      const int row = this->index * PRODUCT_ROWS + this->warp * 16 + this->lane % 16, column = step * PRODUCT_DEPTH + this->lane / 16 * 8;
-      u32 fragment[4];
-      load_matrix_x4(fragment, tile + operand_offset(C::KEY_ROWS, row, column));
-      FG_UNROLL
-      for (int i = 0; i < 4; ++i) rows[4 * step + i] = fragment[i];
-    }
-  }
   FG_DEVICE void wait_keys() {
     mbarrier_wait(this->barrier(Shape::K_FULL + this->keys.stage), this->keys.round);
-    if constexpr (C::KEYS_IN_REGISTERS) load_rows<K_STEPS>(own_k, this->k_tile());
+    if constexpr (C::KEYS_IN_REGISTERS) this->template load_rows<K_STEPS>(own_k, this->k_tile());
   }
   FG_DEVICE void wait_values() {
     mbarrier_wait(this->barrier(Shape::V_FULL + this->keys.stage), this->keys.round);
-    if constexpr (C::KEYS_IN_REGISTERS) load_rows<V_STEPS>(own_v, this->v_tile());
+    if constexpr (C::KEYS_IN_REGISTERS) this->template load_rows<V_STEPS>(own_v, this->v_tile());
   }
   FG_DEVICE void start_scores(int stage) {
     if constexpr (C::KEYS_IN_REGISTERS) {

@@ -17,6 +17,8 @@ struct SerialFused : FusedBase<C> {
   static constexpr bool OVERLAPS = C::BLOCK_Q <= 64 || C::KEYS_FROM_SHARED;
   float dk[Shape::K_SUMS], dv[Shape::V_SUMS], scores[Shape::SCORES], weights[Shape::SCORES];  // S, then P; dP, then dQ
   float narrow[Base::DQ_REGISTERS];                                                           // dQ, unless it shares
+  static constexpr int K_STEPS = product_steps(C::HEAD_DIM), V_STEPS = product_steps(C::HEAD_DIM_V);
+  u32 own_k[C::KEYS_IN_REGISTERS ? 4 * K_STEPS : 1], own_v[C::KEYS_IN_REGISTERS ? 4 * V_STEPS : 1];  // this warp's rows of K and V
   u32 packed[Shape::WORDS], gradients[Shape::WORDS];                                          // P and dS
 
   FG_DEVICE auto& dq() {
@@ -27,10 +29,18 @@ struct SerialFused : FusedBase<C> {
     }
   }
   FG_DEVICE void start_scores(int stage) {
-    start_product<typename Shape::Scores, Element>(scores, this->own_rows(this->k_tile()), this->q_rows(stage));
+    if constexpr (C::KEYS_IN_REGISTERS) {
+      start_product<RegistersByRows<C::HEAD_DIM, C::BLOCK_Q>, Element>(scores, own_k, this->q_rows(stage));
+    } else {
+      start_product<typename Shape::Scores, Element>(scores, this->own_rows(this->k_tile()), this->q_rows(stage));
+    }
   }
   FG_DEVICE void start_weights() {
-    start_product<typename Shape::Weights, Element>(weights, this->own_rows(this->v_tile()), this->dout_rows(this->at.stage));
+    if constexpr (C::KEYS_IN_REGISTERS) {
+      start_product<RegistersByRows<C::HEAD_DIM_V, C::BLOCK_Q>, Element>(weights, own_v, this->dout_rows(this->at.stage));
+    } else {
+      start_product<typename Shape::Weights, Element>(weights, this->own_rows(this->v_tile()), this->dout_rows(this->at.stage));
+    }
   }
   FG_DEVICE void add_keys() {
     if constexpr (C::KEYS_FROM_SHARED) {
@@ -54,9 +64,11 @@ struct SerialFused : FusedBase<C> {
   }
   FG_DEVICE void begin() {
     mbarrier_wait(this->barrier(Shape::K_FULL + this->keys.stage), this->keys.round);
+    if constexpr (C::KEYS_IN_REGISTERS) this->template load_rows<K_STEPS>(own_k, this->k_tile());
     this->wait_q(this->at);
     start_scores(this->at.stage);
     mbarrier_wait(this->barrier(Shape::V_FULL + this->keys.stage), this->keys.round);
+    if constexpr (C::KEYS_IN_REGISTERS) this->template load_rows<V_STEPS>(own_v, this->v_tile());
   }
 
   // From S of the present block to S of the next, unless this is the LAST; dQ of the last block, if there is one, is staged on the way.
