@@ -28,7 +28,7 @@ PRODUCTS = (
     ("RegistersByColumns<48, 72>", (64, 48), (48, 72), (False, False), True),
     ("RowsByColumns<128, 64, 64>", (64, 128), (128, 64), (False, False), False),
     ("ColumnsByColumns<48, 72>", (48, 64), (48, 72), (True, False), False),
-    ("ColumnsByRows<128, 80>", (128, 64), (80, 128), (True, True), False),
+    ("ColumnsByRows<128, 80, 80>", (128, 64), (80, 128), (True, True), False),
 )
 
 

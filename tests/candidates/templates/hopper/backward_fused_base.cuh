@@ -10,16 +10,15 @@ struct FusedBase {
   using Element = typename C::Element;
   static constexpr int TURN = 1;                                                    // named barriers, one per warpgroup
   static constexpr int HALF = PRODUCT_ROWS * C::DQ_COLUMNS, WARP_SHARE = HALF / 4;  // floats of dQ of a block
-  // A warpgroup's half of dQ: 64 rows, or half the columns, or 64 columns transposed.
-  static constexpr bool BY_ROWS = !C::TURNED && C::BLOCK_Q == 2 * PRODUCT_ROWS;
-  static_assert(C::TURNED ? C::DQ_COLUMNS == C::BLOCK_Q && chunks_of(C::HEAD_DIM) == 2
-                          : C::DQ_COLUMNS * (BY_ROWS ? 1 : 2) == operand_columns(C::HEAD_DIM) && C::BLOCK_Q % PRODUCT_ROWS == 0,
-                "halves of dQ");
+  // A warpgroup's half of dQ: 64 rows or half the columns; transposed, 64 columns or, of narrow heads, half the rows.
+  static constexpr bool WIDE = chunks_of(C::HEAD_DIM) == 2, BY_ROWS = C::TURNED ? !WIDE : C::BLOCK_Q == 2 * PRODUCT_ROWS;
+  static_assert(chunks_of(C::HEAD_DIM) <= 2 && (C::TURNED || C::BLOCK_Q % PRODUCT_ROWS == 0), "products have 64 rows");
+  static_assert(2 * C::DQ_COLUMNS * PRODUCT_ROWS == C::BLOCK_Q * operand_columns(C::HEAD_DIM), "two halves make a whole");
   static_assert(Shape::EXCHANGE_BYTES <= Shape::K_BYTES + (C::KEY_STAGES == 1 ? Shape::V_BYTES : 0),
                 "the first dQ reads keys, not what is being loaded");
   static constexpr int DQ_REGISTERS = C::DQ_COLUMNS / 2;
   using QuerySums = RowsByColumns<C::KEY_ROWS, C::BLOCK_Q, C::DQ_COLUMNS>;
-  using TurnedQuerySums = ColumnsByRows<C::KEY_ROWS, C::BLOCK_Q>;
+  using TurnedQuerySums = ColumnsByRows<C::KEY_ROWS, C::BLOCK_Q, C::DQ_COLUMNS>;
   using SharedKeySums = ColumnsByColumns<C::BLOCK_Q, C::HEAD_DIM>;
 
   const BackwardParams& params;
@@ -54,7 +53,7 @@ struct FusedBase {
   }
   // The operands of this warpgroup's half of dQ.
   FG_DEVICE u32 exchanged_rows(u32 exchange) const {
-    const int first = BY_ROWS ? index * PRODUCT_ROWS * LINE_BYTES : 0;
+    const int first = BY_ROWS ? index * C::BLOCK_Q / 2 * LINE_BYTES : 0;
     return row_operand(shared + static_cast<u32>(Shape::EXCHANGE + first)) + buffer_of(exchange) * descriptor_step(Shape::EXCHANGE_BYTES);
   }
   // dS^T of its own keys.
@@ -63,7 +62,7 @@ struct FusedBase {
     return column_operand(shared + static_cast<u32>(first), C::BLOCK_Q) + buffer_of(exchanges) * descriptor_step(Shape::EXCHANGE_BYTES);
   }
   FG_DEVICE u32 key_columns() const {
-    const int half = chunks_of(C::HEAD_DIM) == 2 ? chunk_bytes(C::KEY_ROWS) : 2 * C::DQ_COLUMNS;  // a chunk, or half a line
+    const int half = WIDE ? chunk_bytes(C::KEY_ROWS) : 2 * C::DQ_COLUMNS;  // a chunk, or half a line
     return column_operand(k_tile() + static_cast<u32>(BY_ROWS ? 0 : index * half), C::KEY_ROWS);
   }
 

@@ -13,6 +13,7 @@ struct QueryRounding {
   static constexpr int PITCH = operand_columns(C::HEAD_DIM) * 2 + CHUNK_BYTES;
   static_assert(!C::TURNED || PITCH * C::BLOCK_Q == C::ROUND_SHARED_BYTES,
                 "the layout of shared memory is the formula of the search space");
+  static_assert(!C::TURNED || Base::DQ_REGISTERS % 8 == 0, "rows are turned back by sixteens");
   const BackwardParams& params;
   const u32 shared;            // ROUND_SHARED_BYTES, when dQ is transposed
   const int half, warp, lane;  // of the block, of the warp in the half, in the warp
@@ -36,7 +37,7 @@ struct QueryRounding {
       block_sync();
       copy_rows(dq, row);
     } else {
-      const int first = row + (Base::BY_ROWS ? half * PRODUCT_ROWS : 0) + warp * 16 + lane / 4;
+      const int first = row + (Base::BY_ROWS ? half * C::BLOCK_Q / 2 : 0) + warp * 16 + lane / 4;
       dq.template store<C::DQ_COLUMNS>(sums, params.scale, first, Base::BY_ROWS ? 0 : half * C::DQ_COLUMNS, C::HEAD_DIM, lane);
     }
   }
@@ -44,8 +45,9 @@ struct QueryRounding {
  private:
   // Columns by rows in registers, rows of columns in shared memory.
   FG_DEVICE void turn(const float (&sums)[Base::DQ_REGISTERS]) const {
-    const int column = half * SWIZZLE_COLUMNS + warp * 16 + lane / 8 % 2 * 8;
-    const u32 target = shared + static_cast<u32>((lane / 16 * 8 + lane % 8) * PITCH + column * 2);
+    const int first = Base::BY_ROWS ? half * C::BLOCK_Q / 2 : 0;
+    const int column = (Base::BY_ROWS ? 0 : half * SWIZZLE_COLUMNS) + warp * 16 + lane / 8 % 2 * 8;
+    const u32 target = shared + static_cast<u32>((first + lane / 16 * 8 + lane % 8) * PITCH + column * 2);
     FG_UNROLL
     for (int i = 0; i < Base::DQ_REGISTERS; i += 8) {
       u32 fragment[4];

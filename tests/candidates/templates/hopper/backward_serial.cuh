@@ -12,14 +12,16 @@ struct SerialFused : FusedBase<C> {
   using Shape = KeyShape<C>;
   using Element = typename C::Element;
   static constexpr bool SHARES = Base::DQ_REGISTERS == Shape::SCORES;  // dP and dQ
-  // S of the next block is computed beside dK, if registers suffice: all that is under way between two drains counts.
-  static constexpr bool PREFETCHES = C::BLOCK_Q <= 64;  // lse, before S is there
-  static constexpr bool OVERLAPS = C::BLOCK_Q <= 64 || C::KEYS_FROM_SHARED;
-  float dk[Shape::K_SUMS], dv[Shape::V_SUMS], scores[Shape::SCORES], weights[Shape::SCORES];  // S, then P; dP, then dQ
-  float narrow[Base::DQ_REGISTERS];                                                           // dQ, unless it shares
   static constexpr int K_STEPS = product_steps(C::HEAD_DIM), V_STEPS = product_steps(C::HEAD_DIM_V);
+  // What is under way between two drains, and what is alive beside the exponentials, has to fit the registers.
+  static constexpr int KEPT = Shape::K_SUMS + Shape::V_SUMS + (C::KEYS_IN_REGISTERS ? 4 * (K_STEPS + V_STEPS) : 0);
+  static constexpr bool OVERLAPS =  // S of the next block is computed beside dK
+      KEPT + Base::DQ_REGISTERS + (C::KEYS_FROM_SHARED ? 1 : 2) * Shape::WORDS + Shape::SCORES <= 224;
+  static constexpr bool PREFETCHES = KEPT + 2 * Shape::SCORES + C::BLOCK_Q / 4 <= 212;               // lse is loaded while S is computed
+  float dk[Shape::K_SUMS], dv[Shape::V_SUMS], scores[Shape::SCORES], weights[Shape::SCORES];         // S, then P; dP, then dQ
+  float narrow[Base::DQ_REGISTERS];                                                                  // dQ, unless it shares
   u32 own_k[C::KEYS_IN_REGISTERS ? 4 * K_STEPS : 1], own_v[C::KEYS_IN_REGISTERS ? 4 * V_STEPS : 1];  // this warp's rows of K and V
-  u32 packed[Shape::WORDS], gradients[Shape::WORDS];                                          // P and dS
+  u32 packed[Shape::WORDS], gradients[Shape::WORDS];                                                 // P and dS
 
   FG_DEVICE auto& dq() {
     if constexpr (SHARES) {

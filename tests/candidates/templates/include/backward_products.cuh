@@ -41,10 +41,11 @@ struct ColumnsByColumns {
   FG_DEVICE static constexpr u32 right_step(int i) { return column_operand_step(i); }
 };
 
-// Both from shared memory, the depth runs over the rows of the left tile and along those of the right one: dQ^T = K^T dS^T of 64 columns.
-template <int DEPTH, int RIGHT_ROWS>
+// Both from shared memory, the depth runs over the rows of the left tile and along those of the right one: dQ^T = K^T dS^T of 64 columns
+// and WIDTH rows of a tile of RIGHT_ROWS.
+template <int DEPTH, int RIGHT_ROWS, int WIDTH>
 struct ColumnsByRows {
-  static constexpr int COLUMNS = RIGHT_ROWS, STEPS = DEPTH / PRODUCT_DEPTH;
+  static constexpr int COLUMNS = WIDTH, STEPS = DEPTH / PRODUCT_DEPTH;
   static constexpr bool LEFT_BY_COLUMNS = true, RIGHT_BY_COLUMNS = false;
   FG_DEVICE static constexpr u32 left_step(int i) { return column_operand_step(i); }
   FG_DEVICE static constexpr u32 right_step(int i) { return row_operand_step(i, RIGHT_ROWS); }
