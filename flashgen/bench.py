@@ -108,9 +108,12 @@ class BenchOperands:
     buffers: dict[str, DeviceBuffer] = field(repr=False)
     operands: dict[str, Operand]
 
-    def params(self, workspace: DeviceBuffer, problem: Problem | None = None) -> launch.PlainStruct:
-        """The parameter block of a launch on these operands, of the problem's operation or that of `problem`."""
-        return launch.plain_params(problem or self.problem, self.problem.scale, self.operands, workspace.address)
+    def params(self, workspace: DeviceBuffer, problem: Problem | None = None, score_std: float = 1.0) -> launch.PlainStruct:
+        """The parameter block of a launch on these operands, of the problem's operation or that of `problem`.
+
+        Elements of q and k are standard normal, so the scale decides how far the scores spread.
+        """
+        return launch.plain_params(problem or self.problem, self.problem.scale * score_std, self.operands, workspace.address)
 
     def for_peers(self, gpu: Gpu) -> PeerOperands:
         """The same memory for a peer."""
@@ -257,15 +260,17 @@ class MeasuringState:
         self._operands = None
         self.gpu.release_memory()
 
-    def launchable(self, name: str, source: Source, compiled: Compiled | None, problem: Problem, seed: int) -> KernelLaunch:
-        """A kernel on the operands of a problem. Raises CompileError, LaunchError."""
+    def launchable(
+        self, name: str, source: Source, compiled: Compiled | None, problem: Problem, seed: int, score_std: float = 1.0
+    ) -> KernelLaunch:
+        """A kernel on the operands of a problem, on scores of that standard deviation. Raises CompileError, LaunchError."""
         kernel = self.executor.load(source, compiled)
         bound = self.executor.bound(source, problem)
         grids = bound.grids(source.variant)
         check_grids(source, grids)
         made = self.operands(problem, seed)
         workspace = self.executor.workspace(bound.workspace_bytes(source.variant))
-        params = self.executor.params(source, made.params(workspace), problem)
+        params = self.executor.params(source, made.params(workspace, score_std=score_std), problem)
         return KernelLaunch(name, kernel, grids, params, (made, workspace))
 
 
@@ -315,12 +320,15 @@ def interleave_task(
     rounds: int = 20,
     seed: int = 0,
     against: Sequence[str] = (),
+    score_std: float = 1.0,
 ) -> Comparison:
     """Time finalists (name, source, cubin) and peers side by side in random order. Peers that are missing say why.
 
-    Raises CompileError, LaunchError.
+    `score_std` is the standard deviation of the finalists' scores, in nats; peers always have 1. Raises CompileError, LaunchError.
     """
-    launches: list[Launchable] = [state.launchable(name, source, compiled, problem, seed) for name, source, compiled in finalists]
+    launches: list[Launchable] = [
+        state.launchable(name, source, compiled, problem, seed, score_std) for name, source, compiled in finalists
+    ]
     missing: dict[str, str] = {}
     for peer in against:
         try:

@@ -393,6 +393,7 @@ class Measurement:
     source: str = "measured"  # measured, predicted
     clock_mhz: tuple[int, int] | None = None  # SM clock before and after
     throttle: tuple[str, ...] = ()
+    wide_scores_us: float | None = None  # median on scores of standard deviation 16, where it was measured; the rest is on 1
 
     @property
     def spread(self) -> float:

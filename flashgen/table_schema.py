@@ -137,6 +137,7 @@ class MeasurementRecord(Record, frozen=True):
     samples: Count
     tflops: Ratio
     conditions: ConditionsRecord
+    wide_scores_us: Time | None = None
     runner_up: RunnerUpRecord | None = None
 
 
@@ -226,7 +227,7 @@ def to_entry(record: EntryRecord, where: str) -> TableEntry:
         options=tuple(record.source.options),
         measurement=Measurement(
             measured.median_us, measured.p10_us, measured.p90_us, measured.samples, measured.tflops, measured.source,
-            measured.conditions.clock_mhz, tuple(measured.conditions.throttle),
+            measured.conditions.clock_mhz, tuple(measured.conditions.throttle), measured.wide_scores_us,
         ),
         certificate=Certificate(
             Verdict.EXACT, certificate.suite, certificate.suite_digest, certificate.executor, certificate.cases,
@@ -313,6 +314,8 @@ def _raw_measurement(entry: TableEntry) -> dict[str, Any]:
         "source": taken.source, "median_us": _time(taken.median_us), "p10_us": _time(taken.p10_us), "p90_us": _time(taken.p90_us),
         "samples": taken.samples, "tflops": round(float(taken.tflops), 2),
     }  # fmt: skip
+    if taken.wide_scores_us is not None:
+        raw["wide_scores_us"] = _time(taken.wide_scores_us)
     if entry.runner_up:
         variant, median = entry.runner_up
         raw["runner_up"] = {"median_us": _time(median), "family": variant.family, "params": Flow(variant.params)}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_kernels import HEAD_DIM, copy_source, small_problem
 
-from flashgen import bench, peers, reference
+from flashgen import bench, launch, peers, reference
 from flashgen.errors import LaunchError
 from flashgen.gpu import DeviceBuffer
 from flashgen.model import Certificate, DType, ExecutorName, Problem, Verdict
@@ -177,14 +177,16 @@ class State:
 
     def __init__(self) -> None:
         self.timed: list[str] = []
+        self.spreads: list[object] = []
         self.forgotten = 0
         self.executor = SimpleNamespace(load=lambda source, compiled=None: SimpleNamespace(registers=(64,)))
         self.telemetry = SimpleNamespace(clocks=lambda: None)
         self.stopwatch = FixedStopwatch()
         self.gpu = SimpleNamespace(index=0)
 
-    def launchable(self, name: str, *_: object) -> Any:
+    def launchable(self, name: str, *arguments: object) -> Any:
         self.timed.append(name)
+        self.spreads.append(arguments[4] if len(arguments) > 4 else 1.0)
         return SimpleNamespace(name=name if "@" in name else f"{name}@50")
 
     def forget_operands(self) -> None:
@@ -235,6 +237,20 @@ def test_missing_peers_say_why_and_the_rest_is_compared(state: State, monkeypatc
     assert found.missing == {"fa3": "fa3 is not here"}
     assert found.ratio("entry@100", "ours@90").median == pytest.approx(100 / 90)
     assert found.measurement("ours@90", small_problem()).median_us == 90.0
+
+
+def test_finalists_are_launched_on_scores_of_the_spread_that_is_asked_for(state: State) -> None:
+    bench.interleave_task(state, [("ours@90", copy_source(), None)], small_problem(), 8, score_std=16.0)  # type: ignore[arg-type]
+    bench.interleave_task(state, [("ours@90", copy_source(), None)], small_problem(), 8)  # type: ignore[arg-type]
+    assert state.spreads == [16.0, 1.0]
+
+
+def test_the_spread_of_scores_is_a_factor_of_the_scale() -> None:
+    problem = small_problem()
+    operands = {name: launch.Operand(4096, (0, 0, 0)) for name in ("q", "k", "v", "o", "lse")}
+    made = bench.BenchOperands(problem, {}, operands)
+    plain, wide = (made.params(DeviceBuffer(0, 0, None), score_std=std).scale_log2 for std in (1.0, 16.0))
+    assert wide == pytest.approx(16.0 * plain) and plain == pytest.approx(problem.scale * launch.LOG2_E)
 
 
 def test_what_the_child_returns_survives_a_pickle(state: State) -> None:

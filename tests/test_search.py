@@ -331,6 +331,43 @@ class BadChild:
         return ""
 
 
+class TimingChild:
+    """A measuring child that takes the time of a variant from its name, three times as much on wide scores, which may also break it."""
+
+    def __init__(self, wide_breaks: bool) -> None:
+        self.wide_breaks, self.spreads = wide_breaks, list[float]()
+
+    def call(
+        self, culprit: str, task: object, kernels: list[tuple[str, object, object]], problem: Problem, rounds: int, *rest: Any, **_: Any
+    ) -> object:
+        from flashgen.bench import Comparison
+
+        std = rest[2] if len(rest) > 2 else 1.0
+        self.spreads.append(std)
+        if std > 1.0 and self.wide_breaks:
+            raise WorkerLost("illegal address", "poisoned")
+        factor = 3.0 if std > 1.0 else 1.0
+        return Comparison({name: [factor * (100.0 + number)] * rounds for number, (name, _, _) in enumerate(kernels)}, None, (), {})
+
+    def kill(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("wide_breaks", [False, True])
+def test_finalists_are_timed_on_wide_scores_too_and_chosen_by_ordinary_ones(monkeypatch: pytest.MonkeyPatch, wide_breaks: bool) -> None:
+    spaces = [bound()]
+    evaluator = DeviceEvaluator(spaces, PROBLEM, H200, 0)
+    child = TimingChild(wide_breaks)
+    evaluator.child = child  # type: ignore[assignment]
+    monkeypatch.setattr(evaluator, "compiled", lambda variant: None)
+    finalists = spaces[0].feasible()[:3]
+    decision = evaluator.decide(finalists, [], {})
+    evaluator.close()
+    assert decision.winner == finalists[0] and child.spreads == [1.0, 16.0]
+    wide = [decision.measurements[each].wide_scores_us for each in finalists]
+    assert wide == ([None] * 3 if wide_breaks else [300.0, 303.0, 306.0])
+
+
 def test_a_lost_child_is_blamed_on_the_variant_that_ran_and_on_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     lost: dict[int, Exception] = {
         5: WorkerLost("illegal address", "poisoned"), 10: WorkerLost("trap", "died"), 15: WorkerLost("hang", "timed_out"),

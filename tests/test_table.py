@@ -89,8 +89,9 @@ def path(tmp_path: Path) -> Path:
 
 def test_an_entry_survives_writing_and_reading(path: Path) -> None:
     window = entry(problem(mask=Mask.window(127, 0, Alignment.TOP_LEFT), dtype=DType.FLOAT16, seqlen_q=1, batch=3))
-    written(path, entry(), window)
-    assert set(table.read(path, strict=True).entries) == {entry(), window}
+    wide = replace(entry(problem(77)), measurement=replace(entry().measurement, wide_scores_us=450.125))
+    written(path, entry(), window, wide)
+    assert set(table.read(path, strict=True).entries) == {entry(), window, wide}
 
 
 def test_a_table_is_the_same_text_whatever_the_order_of_merges(tmp_path: Path) -> None:

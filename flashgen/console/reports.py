@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from flashgen.console import certificate_text, device_text, facts, microseconds, params_text, plain_table, size
-from flashgen.model import Certificate, DeviceLimits, Problem, Resources, Variant, Verdict
+from flashgen.model import Certificate, DeviceLimits, Measurement, Problem, Resources, Variant, Verdict
 
 if TYPE_CHECKING:
     from flashgen.certify import CaseResult
@@ -74,6 +74,12 @@ def histogram_report(left: Variant, right: Variant, histogram: UlpHistogram) -> 
 # show -----------------------------------------------------------------------------------------------------------------
 
 
+def wide_text(taken: Measurement) -> str:
+    """The time on wide scores beside that on ordinary ones."""
+    wide = taken.wide_scores_us or 0.0
+    return f"{microseconds(wide)} µs on scores of standard deviation 16, {wide / taken.median_us:.2f} of the time on 1"
+
+
 def entry_report(problem: Problem, device: DeviceLimits, answer: Lookup) -> RenderableType:
     """The entry that serves a problem, and how it was found."""
     heading = Text.assemble((str(problem), "bold"), f" on {device_text(device)}")
@@ -87,6 +93,7 @@ def entry_report(problem: Problem, device: DeviceLimits, answer: Lookup) -> Rend
         ("variant", Text(f"{entry.variant.family} {params_text(entry.variant)}")),
         ("tuned for", str(entry.problem)),
         ("time", f"{microseconds(taken.median_us)} µs, {taken.tflops:.1f} TFLOP/s ({how})"),
+        *([("wide scores", wide_text(taken))] if taken.wide_scores_us else []),
         ("certificate", certificate_text(entry.certificate)),
         ("search", f"{origin.sampler}, seed {origin.seed}, {origin.asks} trials, {origin.measured} measured"),
         ("made", f"{origin.created}, flashgen {origin.flashgen}"),

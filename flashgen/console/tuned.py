@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from flashgen.console import PREDICTED, certificate_text, device_text, duration, facts, microseconds, params_text, plain_table, tally
+from flashgen.console.reports import wide_text
 from flashgen.model import ExecutorName, Measurement, Outcome, Variant, Verdict
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def tune_report(result: TuneResult, comparison: Sequence[str] = ()) -> Renderabl
         shown.append(("state", Text("interrupted: nothing was written; run the same command to go on", "yellow")))
     if result.entry is not None:
         shown.append(("exact", certificate_text(result.entry.certificate)))
+        if result.entry.measurement.wide_scores_us:
+            shown.append(("wide", Text(wide_text(result.entry.measurement))))
     shown += [("against", Text(line)) for line in comparison]
     if result.change is not None:
         shown.append(("entry", change_text(result.change)))
