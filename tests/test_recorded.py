@@ -107,3 +107,43 @@ def test_the_choices_of_two_independent_tunes_are_equally_fast() -> None:
     times = [[median(row["samples_us"][name]) for name in row["chosen"]] for row in rows]
     assert len(times) == 2
     assert all(abs(second / first - 1) <= 0.02 for first, second in times)
+
+
+# Designs that were tried and left ---------------------------------------------------------------------------------------
+
+
+LEFT = ROOT / "tests" / "recorded" / "h200-hopper-designs-left.json"
+
+
+def joined_speeds() -> list[float]:
+    """Speed with joined query tiles over that of the same variant without."""
+    found = []
+    for row in recording(LEFT)["rows"]:
+        if row["tried"] != "joined query tiles":
+            continue
+        times = {name: median(values) for name, values in row["samples_us"].items()}
+        found += [times[name.replace("join_tiles=1", "join_tiles=0")] / us for name, us in times.items() if "join_tiles=1" in name]
+    return found
+
+
+def two_cta_speeds() -> list[float]:
+    """Speed of the fastest variant with two CTAs per SM over that of the fastest with one."""
+    found = []
+    for row in recording(LEFT)["rows"]:
+        if row["tried"] != "two CTAs per SM":
+            continue
+        times = {name: median(values) for name, values in row["samples_us"].items()}
+        best = [min(us for name, us in times.items() if f"ctas_per_sm={count}" in name) for count in (1, 2)]
+        found.append(best[0] / best[1])
+    return found
+
+
+def test_the_family_s_readme_tells_what_did_not_pay() -> None:
+    text = " ".join((ROOT / "templates" / "hopper" / "README.md").read_text().split())
+    joined, two = joined_speeds(), two_cta_speeds()
+    slower = sum(speed < 1.0 for speed in joined)
+    lost = [100 * (1 - speed) for speed in joined]
+    assert f"slower in {slower} of {len(joined)} pairs, by {min(lost):.1f} to {max(lost):.1f} %" in text
+    assert f"the best of them is {100 * (1 - max(two)):.1f} to {100 * (1 - min(two)):.1f} % slower than the best single CTA" in text
+    about = recording(LEFT)["about"]
+    assert f"{about['date']}, driver {about['driver']}, SM clock {about['clock_mhz'][0]} to {about['clock_mhz'][1]} MHz" in text
