@@ -2,10 +2,9 @@
 
     python tests/device/study_of_variants.py FOLDER FAMILY COUNT [HEAD_DIM …]
 
-For each head dim, mask and length COUNT feasible variants, drawn blindly, are compiled side by
-side and timed interleaved, in random order, with a cold L2, on random data. FOLDER gets `variants-FAMILY.json`, written after every
-problem,
-and the family's space as it is; `tests/test_cost_recorded.py` reads both.
+For each head dim, mask and length COUNT feasible variants, drawn blindly, are compiled side by side and timed interleaved, in random order,
+with a cold L2, on random data. FOLDER gets `variants-FAMILY.json`, written after every problem, and the family's space as it is;
+`tests/test_cost_recorded.py` reads both.
 """
 
 from __future__ import annotations
