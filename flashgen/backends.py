@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flashgen import launch
 from flashgen.errors import LaunchError
 from flashgen.launch import Operand
+from flashgen.launch_blocks import ParameterBlocks
 from flashgen.model import BackwardTensors, Certificate, DeviceLimits, DType, ExecutorName, ForwardTensors, Problem, Source, Tensor
 from flashgen.space import Space
 
@@ -163,15 +164,15 @@ class DeviceBackend:
             return certificate
 
     def prepare(self, loaded: Loaded, problem: Problem, grids: Sequence[int], scale: float, strides: Sequence[Strides]) -> Launch:
-        """Parameters are copied from a template at each call, so that calls of several threads do not meet."""
-        kernel, source, fill = loaded.handle, loaded.source, parameter_template(problem, scale, strides)
+        """Every call has a block of its own, so that calls of several threads do not meet."""
+        kernel, source = loaded.handle, loaded.source
+        blocks = ParameterBlocks(source, forward_template(problem, scale, strides), problem, self.name)
 
         def launch_once(q: int, k: int, v: int, o: int, lse: int, workspace: int, stream: int) -> None:
             if _forked:
                 self.check_process()
-            plain = fill(q, k, v, o, lse, workspace)
-            params = launch.source_params(source, plain, problem, self._counters(source, stream), self.name) if source.boxes else plain
-            kernel.launch(grids, params, stream)
+            addresses = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "workspace": workspace}
+            kernel.launch(grids, blocks.make(addresses, self._counters(source, stream)), stream)
 
         return launch_once
 
@@ -179,14 +180,13 @@ class DeviceBackend:
         self, loaded: Loaded, problem: Problem, grids: Sequence[int], scale: float, strides: Sequence[Strides]
     ) -> BackwardLaunch:
         """The same for a backward call."""
-        kernel, source, fill = loaded.handle, loaded.source, gradient_template(problem, scale, strides)
+        kernel, source = loaded.handle, loaded.source
+        blocks = ParameterBlocks(source, gradient_template(problem, scale, strides), problem, self.name)
 
         def launch_once(addresses: Mapping[str, int], stream: int) -> None:
             if _forked:
                 self.check_process()
-            plain = fill(addresses)
-            params = launch.source_params(source, plain, problem, self._counters(source, stream), self.name) if source.boxes else plain
-            kernel.launch(grids, params, stream)
+            kernel.launch(grids, blocks.make(addresses, self._counters(source, stream)), stream)
 
         return launch_once
 
@@ -275,37 +275,16 @@ class EmulatedBackend:
         return launch_once
 
 
-def parameter_template(problem: Problem, scale: float, strides: Sequence[Strides]) -> Callable[..., launch.ForwardStruct]:
-    """A function of the six addresses that gives the parameter block of one launch. Raises InvalidProblem for a bad scale."""
+def forward_template(problem: Problem, scale: float, strides: Sequence[Strides]) -> launch.ForwardStruct:
+    """The parameter block of a forward call, without addresses. Raises InvalidProblem for a bad scale."""
     q, k, v, o = (Operand(0, each) for each in strides)
-    template = launch.forward_params(problem, scale, q, k, v, o, 0, 0)
-    rows_aligned = bool(template.vector_access)
-
-    def fill(q: int, k: int, v: int, o: int, lse: int, workspace: int) -> launch.ForwardStruct:
-        params = launch.ForwardStruct.from_buffer_copy(template)
-        params.q, params.k, params.v, params.o, params.lse, params.workspace = q, k, v, o, lse, workspace
-        params.vector_access = int(rows_aligned and (q | k | v | o) % launch.VECTOR_BYTES == 0)
-        return params
-
-    return fill
+    return launch.forward_params(problem, scale, q, k, v, o, 0, 0)
 
 
-def gradient_template(problem: Problem, scale: float, strides: Sequence[Strides]) -> Callable[[Mapping[str, int]], launch.BackwardStruct]:
-    """A function of addresses by name that gives the parameter block of one backward launch. Raises InvalidProblem for a bad scale."""
+def gradient_template(problem: Problem, scale: float, strides: Sequence[Strides]) -> launch.BackwardStruct:
+    """The parameter block of a backward call, without addresses. Raises InvalidProblem for a bad scale."""
     at = {name: Operand(0, each) for name, each in zip(GRADIENT_OPERANDS, strides, strict=True)}
-    template = launch.backward_params(problem, scale, at | {"lse": Operand(0, (0, 0, 0))}, 0)
-    rows_aligned = bool(template.forward.vector_access)
-    inner = ("q", "k", "v", "o", "lse", "workspace")
-
-    def fill(addresses: Mapping[str, int]) -> launch.BackwardStruct:
-        params, together = launch.BackwardStruct.from_buffer_copy(template), 0
-        for name, address in addresses.items():
-            setattr(params.forward if name in inner else params, name, address or None)
-            together |= address if name in GRADIENT_OPERANDS else 0
-        params.forward.vector_access = int(rows_aligned and together % launch.VECTOR_BYTES == 0)
-        return params
-
-    return fill
+    return launch.backward_params(problem, scale, at | {"lse": Operand(0, (0, 0, 0))}, 0)
 
 
 def _host_tensors(problem: Problem, operands: Sequence[Operand], lse: int) -> ForwardTensors:

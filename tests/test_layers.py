@@ -17,7 +17,8 @@ PACKAGE = Path(flashgen.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "paths", "model", "yaml_io"),
     (
-        "expression", "space_file", "space", "render", "tensor_map", "launch", "reference", "gradients", "device", "cost", "accounting",
+        "expression", "space_file", "space", "render", "tensor_map", "launch", "launch_blocks",
+        "reference", "gradients", "device", "cost", "accounting",
         "limits", "shapes", "table_schema", "table",
     ),
     ("cubins", "gpu", "compiler", "runtime", "emulate"),
