@@ -16,8 +16,19 @@ from torch.autograd import forward_ad
 from flashgen import arguments, torch_gradients, traffic
 from flashgen.dispatch import Answer
 from flashgen.errors import UnsupportedProblem
+from flashgen.launch import VECTOR_BYTES
 from flashgen.model import Problem
-from flashgen.torch_tensors import Options, check_tensors, dispatcher_of, mappable, problem_of, stream_of, strides_of, unit_stride
+from flashgen.torch_tensors import (
+    Options,
+    check_tensors,
+    dispatcher_of,
+    mappable,
+    problem_of,
+    stream_of,
+    strides_fit_maps,
+    strides_of,
+    unit_stride,
+)
 
 Tensor = torch.Tensor
 
@@ -62,6 +73,7 @@ class Plan:
     launch: Callable[..., None]
     workspace_bytes: int
     mapped: bool  # reads through tensor maps, which want aligned rows and no repeated ones
+    fits: bool  # the strides are such; addresses are looked at in every call
 
 
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,17 +91,16 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> 
     o, lse = outputs(q, k, v)
     if plan is None:
         prepared = dispatcher.prepare(served, options.scale, *(strides_of(each) for each in (q, k, v, o)))
-        plan = Plan(problem, prepared, served.workspace_bytes, served.mapped)
+        plan = Plan(problem, prepared, served.workspace_bytes, served.mapped, all(strides_fit_maps(each) for each in (q, k, v)))
         dispatcher.keep(key, plan)
-    if plan.mapped and not (mappable(q) and mappable(k) and mappable(v)):
+    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if plan.mapped and not (plan.fits and (at_q | at_k | at_v) % VECTOR_BYTES == 0):
         q, k, v = (each if mappable(each) else each.clone(memory_format=torch.contiguous_format) for each in (q, k, v))
         return run(q, k, v, options)
     # A workspace may be freed as soon as the launch is enqueued: its memory is reused in stream order only.
     workspace = q.new_empty(plan.workspace_bytes, dtype=torch.uint8) if plan.workspace_bytes else None
     traffic.note(plan.problem)
-    plan.launch(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), 0 if workspace is None else workspace.data_ptr(), stream
-    )
+    plan.launch(at_q, at_k, at_v, o.data_ptr(), lse.data_ptr(), 0 if workspace is None else workspace.data_ptr(), stream)
     return o, lse
 
 

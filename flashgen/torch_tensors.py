@@ -61,9 +61,14 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
 
 def mappable(tensor: torch.Tensor) -> bool:
     """Whether a tensor map can describe it: rows on 16-byte boundaries, no stride of 0."""
+    return tensor.data_ptr() % VECTOR_BYTES == 0 and strides_fit_maps(tensor)
+
+
+def strides_fit_maps(tensor: torch.Tensor) -> bool:
+    """The part of `mappable` that does not depend on where the tensor lies."""
     size = tensor.element_size()
     strides = (stride * size for stride, extent in zip(tensor.stride()[:3], tensor.shape, strict=False) if extent > 1)
-    return tensor.data_ptr() % VECTOR_BYTES == 0 and all(stride > 0 and stride % VECTOR_BYTES == 0 for stride in strides)
+    return all(stride > 0 and stride % VECTOR_BYTES == 0 for stride in strides)
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, int, int]:
