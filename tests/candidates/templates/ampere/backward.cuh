@@ -8,7 +8,8 @@
 // A CTA owns BLOCK_KV keys and walks over the query rows that see them, head by head of the group. Its warps may be split in two sides. The
 // probability side computes S^T, P^T and sums dV; the gradient side computes dP^T, takes P^T over from its twin on the other side, and sums
 // dK. So no thread holds more than one of the two sums, each warp owns twice the keys, and every fragment of Q and dO that is loaded from
-// shared memory serves twice the products. While one side is busy with exponentials, the other keeps the tensor cores busy. With one side,
+// shared memory serves twice the products. While one side is busy with exponentials, the other keeps the tensor cores busy. The gradient
+// side, which waits for P^T anyway, also starts the copies of the next query tiles. With one side,
 // every warp does both, for 32 query rows at a time: P^T never leaves its registers, which suits small head dims.
 //
 // dQ: all warps multiply the tiles of dS of DQ_STEPS steps, with DELAYED_DQ one step later, and add them to float32 sums in global memory,
@@ -99,19 +100,17 @@ template <class C>
 struct ProbabilitySide : KeyRows<C, BackwardShape<C>::CHUNKS, BackwardShape<C>::CHUNKS_V> {
   using Shape = BackwardShape<C>;
   using Element = typename C::Element;
-  static constexpr bool DQ_FIRST = false;
+  static constexpr bool COPIES = false, DQ_FIRST = false;
 
   FG_DEVICE ProbabilitySide(const KeyBlock<C>& block) : KeyRows<C, Shape::CHUNKS, Shape::CHUNKS_V>(block.shared, block.place) {}
 
-  // The next copies are started behind the first products, so that the tensor cores are busy meanwhile.
-  FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int step, RowRing<C>& ring) {
+  FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int) {
     const PairMask<C> mask = block.mask_of(rows, block.place);
     // Warps that share keys wait for each other, so none sits out.
-    if (C::WARPS_ACROSS == 1 && !mask.any_seen) return ring.prefetch(step + C::NUM_STAGES - 1);
+    if (C::WARPS_ACROSS == 1 && !mask.any_seen) return;
     const Handover<C> handover(block.shared, block.place);
     Scores<C> scores;
     this->multiply(scores, rows.q, block.place);
-    ring.prefetch(step + C::NUM_STAGES - 1);
     if (mask.any_hidden) block.hide_in(scores, rows, block.place, -infinity());
     exponentials<C>(scores, block.params.forward.scale_log2, block.place, rows.lse);
     PackedScores<C> packed;
@@ -134,20 +133,19 @@ template <class C>
 struct GradientSide : KeyRows<C, BackwardShape<C>::CHUNKS_V, BackwardShape<C>::CHUNKS> {
   using Shape = BackwardShape<C>;
   using Element = typename C::Element;
-  static constexpr bool DQ_FIRST = true;
+  static constexpr bool COPIES = true, DQ_FIRST = true;
 
   FG_DEVICE GradientSide(const KeyBlock<C>& block) : KeyRows<C, Shape::CHUNKS_V, Shape::CHUNKS>(block.shared + Shape::V_AT, block.place) {}
 
-  FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int step, RowRing<C>& ring) {
+  FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int step) {
     const PairMask<C> mask = block.mask_of(rows, block.place);
     const ScoreTile<C> gradients(block.gradients(step), block.place);
     if (C::WARPS_ACROSS == 1 && !mask.any_seen) {
       if constexpr (Shape::GRADIENT_TILES > 0) gradients.store(PackedScores<C>{});
-      return ring.prefetch(step + C::NUM_STAGES - 1);
+      return;
     }
     Scores<C> products;
     this->multiply(products, rows.dout, block.place);
-    ring.prefetch(step + C::NUM_STAGES - 1);
     // Products with hidden keys may be anything; with a probability of 0 they must stay finite.
     if (mask.any_hidden) block.hide_in(products, rows, block.place, 0.0f);
     barrier_sync(TWINS + block.place.number, 2 * WARP_LANES);
@@ -168,14 +166,14 @@ struct GradientSide : KeyRows<C, BackwardShape<C>::CHUNKS_V, BackwardShape<C>::C
 template <class C>
 struct BothSides {
   using Shape = BackwardShape<C>;
-  static constexpr bool DQ_FIRST = true;
+  static constexpr bool COPIES = true, DQ_FIRST = true;
   KeyRows<C, Shape::CHUNKS, Shape::CHUNKS_V> of_probabilities;
   KeyRows<C, Shape::CHUNKS_V, Shape::CHUNKS> of_gradients;
 
   FG_DEVICE BothSides(const KeyBlock<C>& block)
       : of_probabilities(block.shared, block.place), of_gradients(block.shared + Shape::V_AT, block.place) {}
 
-  FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int step, RowRing<C>& ring) {
+  FG_DEVICE void step(const KeyBlock<C>& block, const RowTile& rows, int step) {
     FG_UNROLL
     for (int part = 0; part < C::BLOCK_Q / Shape::ROWS_PER_WARP; ++part) {
       const SidePlace<C> place = block.place.part(part);
@@ -183,12 +181,10 @@ struct BothSides {
       const ScoreTile<C> gradients(block.gradients(step), place);
       if (!mask.any_seen) {
         if constexpr (Shape::GRADIENT_TILES > 0) gradients.store(PackedScores<C>{});
-        if (part == 0) ring.prefetch(step + C::NUM_STAGES - 1);
         continue;
       }
       Scores<C> scores, products;
       of_probabilities.multiply(scores, rows.q, place);
-      if (part == 0) ring.prefetch(step + C::NUM_STAGES - 1);
       of_gradients.multiply(products, rows.dout, place);
       if (mask.any_hidden) {
         block.hide_in(scores, rows, place, -infinity());
@@ -231,10 +227,12 @@ FG_DEVICE void walk(const KeyBlock<C>& block, RowRing<C>& ring, RowSteps<C> step
   for (int step = 0; step < ring.steps; ++step) {
     const RowTile rows = steps.at(ring.slot(step));
     const bool is_due = DELAYED && step > 0 && step % C::DQ_STEPS == 0;
-    copy_async_wait<C::NUM_STAGES - 2>();
+    if (Side::COPIES || step == 0) copy_async_wait<C::NUM_STAGES - 2>();  // the keys came with the first tile
     block_sync();
     if (Side::DQ_FIRST && is_due) add_query_gradients<C>(ring.workspace, done.of(block, step - C::DQ_STEPS, step), block.shared);
-    side.step(block, rows, step, ring);
+    // Behind the first products where there are any, so that the tensor cores are busy meanwhile.
+    if (Side::COPIES) ring.prefetch(step + C::NUM_STAGES - 1);
+    side.step(block, rows, step);
     if (!Side::DQ_FIRST && is_due) add_query_gradients<C>(ring.workspace, done.of(block, step - C::DQ_STEPS, step), block.shared);
     done.push(rows.number);
     if (AT_ONCE && (step % C::DQ_STEPS == C::DQ_STEPS - 1 || step == ring.steps - 1)) {
@@ -289,7 +287,13 @@ FG_DEVICE void key_gradients(const BackwardParams& params) {
   copy_keys<C>(forward, at, shared);
   if constexpr (C::KEYS_IN_REGISTERS) copy_async_commit();
   FG_UNROLL
-  for (int step = 0; step < C::NUM_STAGES - 1; ++step) ring.prefetch(step);
+  for (int step = 0; step < C::NUM_STAGES - 1; ++step) {
+    if (thread_index() < RowCopyConfig<C>::THREADS) {
+      ring.prefetch(step);
+    } else {
+      copy_async_commit();
+    }
+  }
   if constexpr (C::KEYS_IN_REGISTERS) {
     copy_async_wait<C::NUM_STAGES - 1>();
     block_sync();
@@ -304,13 +308,13 @@ FG_DEVICE void key_gradients(const BackwardParams& params) {
     sides.of_gradients.store(dk_rows, block.place, params.scale);
     sides.of_probabilities.store(dv_rows, block.place, 1.0f);
   } else if (thread_index() < C::THREADS / 2) {
-    ProbabilitySide<C> side(block);
-    walk<C>(block, ring, steps, side);
-    side.store(dv_rows, block.place, 1.0f);
-  } else {
     GradientSide<C> side(block);
     walk<C>(block, ring, steps, side);
     side.store(dk_rows, block.place, params.scale);
+  } else {
+    ProbabilitySide<C> side(block);
+    walk<C>(block, ring, steps, side);
+    side.store(dv_rows, block.place, 1.0f);
   }
 }
 

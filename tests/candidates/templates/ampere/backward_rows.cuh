@@ -140,6 +140,12 @@ struct RowTileRange {
   FG_DEVICE int start(int key) const { return C::STAGGERED && count() > 0 ? first + key / C::BLOCK_KV % count() : first; }
 };
 
+// Who copies query tiles: the first half of the threads where there are two sides.
+template <class C>
+struct RowCopyConfig : C {
+  static constexpr int THREADS = C::THREADS / C::NUM_SIDES;
+};
+
 // Query tiles with dO, lse and delta on their way through shared memory, head by head. A step past the end closes an empty group, which
 // keeps the count of groups in step with the count of tiles.
 template <class C>
@@ -183,9 +189,9 @@ struct RowRing {
     const i64 stride = params.forward.q_strides.row, dout_stride = params.dout_strides.row;
     const int rows = params.forward.seqlen_q - row;
     const bool vectors = params.forward.vector_access != 0;
-    RowCopy<C, C::BLOCK_Q, C::HEAD_DIM, Shape::CHUNKS>::start(to, q + row * stride, stride, rows, vectors);
-    RowCopy<C, C::BLOCK_Q, C::HEAD_DIM_V, Shape::CHUNKS_V>::start(to + Shape::Q_BYTES, dout + row * dout_stride, dout_stride, rows,
-                                                                  vectors);
+    RowCopy<RowCopyConfig<C>, C::BLOCK_Q, C::HEAD_DIM, Shape::CHUNKS>::start(to, q + row * stride, stride, rows, vectors);
+    RowCopy<RowCopyConfig<C>, C::BLOCK_Q, C::HEAD_DIM_V, Shape::CHUNKS_V>::start(to + Shape::Q_BYTES, dout + row * dout_stride, dout_stride,
+                                                                                 rows, vectors);
     const float* statistics = workspace.statistics_of(workspace.number(batch * params.forward.heads_q + head, tile));
     const int i = thread_index();
     if (i < Shape::STATISTIC_BYTES / CHUNK_BYTES)
