@@ -17,18 +17,34 @@ struct Preparation {
 
   FG_DEVICE explicit Preparation(const BackwardParams& given) : params(given), forward(given.forward), to(given.forward) {}
 
+  // Heads change fastest: with rows of heads side by side in memory, which is common, a CTA reads consecutive bytes.
   struct Row {
     int batch, head, row;
+
+    FG_DEVICE Row next(const ForwardParams& forward) const {
+      Row next = {batch, head + ROWS_AT_ONCE % forward.heads_q, row + ROWS_AT_ONCE / forward.heads_q};
+      if (next.head >= forward.heads_q) {
+        next.head -= forward.heads_q;
+        ++next.row;
+      }
+      next.batch += next.row / forward.seqlen_q;
+      next.row %= forward.seqlen_q;
+      return next;
+    }
   };
-  // Heads change fastest: with rows of heads side by side in memory, which is common, a CTA reads consecutive bytes.
   FG_DEVICE Row row_of_index(u32 index) const {
     const u32 heads = static_cast<u32>(forward.heads_q), rows = static_cast<u32>(forward.seqlen_q), outer = index / heads;
     return {static_cast<int>(outer / rows), static_cast<int>(index % heads), static_cast<int>(outer % rows)};
   }
 
-  FG_DEVICE static Vector16 load(const void* tensor, const Strides& strides, const Row& at, int chunk, bool aligned) {
+  template <bool ALIGNED>
+  FG_DEVICE static Vector16 load(const void* tensor, const Strides& strides, const Row& at, int chunk) {
     const Element* source = head_of<Element>(tensor, strides, at.batch, at.head) + at.row * strides.row + chunk * CHUNK_ELEMENTS;
-    return aligned ? load_global(reinterpret_cast<const Vector16*>(source)) : gather_16(source);
+    if constexpr (ALIGNED) {
+      return load_global(reinterpret_cast<const Vector16*>(source));
+    } else {
+      return gather_16(source);
+    }
   }
   FG_DEVICE static float product(const Vector16& left, const Vector16& right) {
     float sum = 0.0f;
@@ -51,27 +67,35 @@ struct Preparation {
     store_global(to.delta + place, empty ? 0.0f : sum);
   }
 
+  // Rows without 16-byte alignment have a loop of their own, so that nothing stands between the loads of the others.
   FG_DEVICE void rows() const {
-    const bool aligned = rows_are_aligned(forward.o, forward.o_strides, 2) && rows_are_aligned(params.dout, params.dout_strides, 2);
+    if (rows_are_aligned(forward.o, forward.o_strides, 2) && rows_are_aligned(params.dout, params.dout_strides, 2)) {
+      rows<true>();
+    } else {
+      rows<false>();
+    }
+  }
+  template <bool ALIGNED>
+  FG_DEVICE void rows() const {
     const u32 count = static_cast<u32>(forward.batch) * static_cast<u32>(forward.heads_q) * static_cast<u32>(forward.seqlen_q);
-    const int chunk = thread_index() % LANES;
+    const int chunk = thread_index() % LANES, own_chunk = minimum(chunk, CHUNKS - 1);
     const u32 first = static_cast<u32>(block_index()) * C::PREPARE_ROWS + static_cast<u32>(thread_index() / LANES);
+    Row at[PASSES];
     Vector16 o[PASSES], dout[PASSES];
     FG_UNROLL
     for (int pass = 0; pass < PASSES; ++pass) {
-      const u32 index = first + static_cast<u32>(pass * ROWS_AT_ONCE);
-      const Row at = row_of_index(index);
-      const bool valid = index < count && chunk < CHUNKS;
-      o[pass] = valid ? load(forward.o, forward.o_strides, at, chunk, aligned) : Vector16{{0, 0, 0, 0}};
-      dout[pass] = valid ? load(params.dout, params.dout_strides, at, chunk, aligned) : Vector16{{0, 0, 0, 0}};
+      at[pass] = pass == 0 ? row_of_index(first) : at[pass - 1].next(forward);
+      // What lies beyond is loaded from the first row and not used: branches would stand between the loads.
+      const Row from = first + static_cast<u32>(pass * ROWS_AT_ONCE) < count ? at[pass] : Row{0, 0, 0};
+      o[pass] = load<ALIGNED>(forward.o, forward.o_strides, from, own_chunk);
+      dout[pass] = load<ALIGNED>(params.dout, params.dout_strides, from, own_chunk);
     }
     FG_UNROLL
     for (int pass = 0; pass < PASSES; ++pass) {
-      const u32 index = first + static_cast<u32>(pass * ROWS_AT_ONCE);
-      float sum = product(o[pass], dout[pass]);
+      float sum = chunk < CHUNKS ? product(o[pass], dout[pass]) : 0.0f;
       FG_UNROLL
       for (int mask = LANES / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
-      if (index < count && chunk == 0) store(row_of_index(index), sum);
+      if (first + static_cast<u32>(pass * ROWS_AT_ONCE) < count && chunk == 0) store(at[pass], sum);
     }
   }
 
