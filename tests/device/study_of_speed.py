@@ -3,15 +3,16 @@
     python tests/device/study_of_speed.py main|head_dims|fp16|gqa|spread OUT.json [HEAD_DIM …]
 
 main       bf16, batch x seqlen = 16,384, hidden size 2,048, head dims 64, 128, 256, six lengths, full and causal: searched at two lengths
-           per head dim and mask, the best re-timed at all
+           per head dim and mask, the table filled by timing the winners at the others, each entry then timed beside the peers
 head_dims  the same for head dims 80, 96, 192 at two lengths
 fp16       the variants of a recording (--from main.json) without a search of their own
 gqa        32 query heads on 8, head dim 128, two lengths
 spread     of each head dim and mask of a recording (--from) the best that looks at sums only, and its twin that looks at every score, on
            scores of standard deviation 1, 8, 16 and 30 nats
 
-Every row holds the best variants, the best that look at every score (softmax_mode 0) among them, and every peer that is installed. The best
-is chosen by the even rounds and reported by the odd ones. OUT.json is written after every row; `tests/test_recorded.py` reads recordings.
+Every row holds the entry of the table (main) or the best variants, the best that look at every score (softmax_mode 0), and every peer that
+is installed. Of several variants the best is chosen by the even rounds; the odd ones report. An entry was chosen before. OUT.json is
+written after every row; `tests/test_recorded.py` reads recordings.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from typing import Any
 
 from study_against_fa2 import built, median
 
-from flashgen import bench, device, search
+from flashgen import bench, device, search, standard
+from flashgen import table as tables
 from flashgen.launch import LOG2_E
-from flashgen.model import DeviceLimits, DType, Mask, Outcome, Problem, Trial, Variant
+from flashgen.model import DeviceLimits, DType, ExecutorName, Mask, Outcome, Problem, Trial, Variant
 from flashgen.render import render
 from flashgen.space import load_space
+from flashgen.staleness import tools_in_use
 
 FAMILY = "hopper_forward"
 PEERS = ("sdpa-cudnn", "fa3", "fa4")
@@ -51,14 +54,14 @@ class Study:
         self.out, self.rounds, self.rows = out, rounds, list[dict[str, Any]]()
         self.limits: DeviceLimits = device.present()
         self.state = bench.open_device(0)
+        self.table = out.parent / f"tables-{out.stem}" / "searched.yaml"
+        self.table.parent.mkdir(parents=True, exist_ok=True)
 
     def searched(self, problems: list[Problem]) -> tuple[list[Variant], list[dict[str, Any]]]:
         """The best of searches in turn, lazy ones included, and what each search took."""
         overall, lazy, facts = [], [], []
         for each in problems:
-            table = self.out.parent / f"tables-{self.out.stem}" / "searched.yaml"
-            table.parent.mkdir(parents=True, exist_ok=True)
-            found = search.tune(each, self.limits, budget=BUDGET, seed=1, fresh=True, table=table, families=[FAMILY])
+            found = search.tune(each, self.limits, budget=BUDGET, seed=1, fresh=True, table=self.table, families=[FAMILY])
             timed = sorted((trial for trial in found.trials if trial.outcome is Outcome.OK and trial.measurement), key=_us)
             overall.append([trial.variant for trial in timed])
             lazy.append([trial.variant for trial in timed if not trial.variant.as_dict()["softmax_mode"]])
@@ -74,6 +77,14 @@ class Study:
         outcomes = {str(outcome): count for outcome, count in found.outcomes().items()}
         return {"seqlen": each.seqlen_q, "feasible": feasible, "trials": len(times), "within_1_percent_after": reached,
                 "seconds": round(found.seconds, 1), "outcomes": outcomes}  # fmt: skip
+
+    def entry(self, each: Problem) -> Variant:
+        """The table's variant for exactly this problem; the table is filled where it has none."""
+        wish = standard.Wish(each, searched=False)
+        (done,) = standard.tune([wish], self.limits, ExecutorName.DEVICE, tools_in_use(), path=self.table)
+        print(f"  {each}: {done.how}", flush=True)
+        entries = tables.read(self.table, strict=True).entries
+        return next(entry.variant for entry in entries if tables.full_key(entry.problem) == tables.full_key(each))
 
     def compare(self, variants: list[Variant], each: Problem, about: dict[str, Any]) -> None:
         """Times everything side by side and records the row."""
@@ -115,16 +126,30 @@ def verdict(row: dict[str, Any]) -> tuple[str, float, float]:
     peer = min((name for name in PEERS if name in samples), key=lambda name: median(samples[name][1::2]))
     own = {name: values for name, values in samples.items() if name not in PEERS}
 
+    entry = row.get("entry")
+
     def ratio(names: list[str]) -> float:
         if not names:
             return 0.0
         chosen = min(names, key=lambda name: median(own[name][::2]))
         return median(samples[peer][1::2]) / median(own[chosen][1::2])
 
-    return peer, ratio(list(own)), ratio([name for name in own if "softmax_mode=0" in name])
+    return peer, ratio([entry] if entry else list(own)), ratio([name for name in own if "softmax_mode=0" in name])
 
 
-def main_study(study: Study, head_dims: tuple[int, ...], lengths: tuple[int, ...], searched: tuple[int, ...]) -> None:
+def main_study(study: Study, head_dims: tuple[int, ...]) -> None:
+    for head_dim in head_dims:
+        for mask in MASKS:
+            chosen, facts = study.searched([problem_of(head_dim, seqlen, mask) for seqlen in SEARCHED])
+            print(f"d{head_dim} {mask}: {facts}", flush=True)
+            lazy = [variant for variant in chosen if not variant.as_dict()["softmax_mode"]]
+            for seqlen in LENGTHS:
+                each = problem_of(head_dim, seqlen, mask)
+                entry = study.entry(each)
+                study.compare(list(dict.fromkeys([entry, *lazy])), each, {"searches": facts, "entry": str(entry)})
+
+
+def other_study(study: Study, head_dims: tuple[int, ...], lengths: tuple[int, ...], searched: tuple[int, ...]) -> None:
     for head_dim in head_dims:
         for mask in MASKS:
             chosen, facts = study.searched([problem_of(head_dim, seqlen, mask) for seqlen in searched])
@@ -197,9 +222,9 @@ def main() -> None:
     options = parser.parse_args()
     study = Study(options.out, options.rounds)
     if options.what == "main":
-        main_study(study, tuple(options.head_dims) or (64, 128, 256), LENGTHS, SEARCHED)
+        main_study(study, tuple(options.head_dims) or (64, 128, 256))
     elif options.what == "head_dims":
-        main_study(study, tuple(options.head_dims) or (80, 96, 192), (2048, 8192), (2048,))
+        other_study(study, tuple(options.head_dims) or (80, 96, 192), (2048, 8192), (2048,))
     elif options.what == "fp16":
         fp16_study(study, options.source)
     elif options.what == "gqa":
