@@ -98,7 +98,7 @@ def explain(
         return answer
     from flashgen import arrays
 
-    return arrays.explain(q, k, v, kind, alignment, left, right, layout, strict).answer
+    return arrays.explain(q, k, v, kind, alignment, left, right, layout, strict)
 
 
 def lookup(problem: Problem, *, gpu: str | DeviceLimits = "auto", table: Path | None = None) -> Lookup:

@@ -92,3 +92,18 @@ def resolve_mask(causal: bool, window: Sequence[int] | None, alignment: str) -> 
     if causal:
         return ("causal", -1, -1) if left == -1 else ("window", left, 0)
     return ("none", -1, -1) if left == -1 and right == -1 else ("window", left, right)
+
+
+def why_copied(name: str, address: int, shape: Sequence[int], strides: Sequence[int], element_bytes: int, mapped: bool) -> str:
+    """Why a kernel gets a copy of an operand, in words, or ''. Strides are in elements; `mapped` kernels read through tensor maps."""
+    if strides[3] != 1 and shape[3] > 1:
+        return f"{name} is copied first: its last stride is {strides[3]} elements, and kernels read whole rows."
+    if not mapped:
+        return ""
+    if address % 16:
+        return f"{name} is copied first: it starts {address % 16} bytes after a multiple of 16, and this kernel reads through tensor maps."
+    for dimension, extent, stride in zip(("batch", "head", "row"), shape, strides, strict=False):
+        if extent > 1 and (stride <= 0 or stride * element_bytes % 16):
+            rule = "a positive multiple of 16 bytes where a kernel reads through tensor maps"
+            return f"{name} is copied first: its {dimension} stride is {stride} elements, and must be {rule}."
+    return ""

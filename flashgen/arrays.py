@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flashgen import arguments, dispatch, traffic
-from flashgen.dispatch import Dispatcher, Served
+from flashgen.dispatch import Answer, Dispatcher
 from flashgen.errors import InvalidProblem
 from flashgen.gpu import cupy
 from flashgen.launch import VECTOR_BYTES
@@ -27,6 +27,7 @@ class Arrays:
     like: Any
     dispatcher: Dispatcher
     stream: int
+    given: tuple[Any, ...]  # q, k and v before any copy
 
     def mappable(self) -> Arrays:
         """The same with copies of what no tensor map can describe: unaligned rows, repeated heads."""
@@ -69,10 +70,17 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def explain(q: Any, k: Any, v: Any, kind: str, alignment: str, left: int, right: int, layout: str, strict: bool) -> Served:
+def explain(q: Any, k: Any, v: Any, kind: str, alignment: str, left: int, right: int, layout: str, strict: bool) -> Answer:
     """The kernel that would run."""
     held = _taken(q, k, v, layout)
-    return held.dispatcher.serve(held.problem(kind, alignment, left, right), strict=strict, stream=held.stream)
+    served = held.dispatcher.serve(held.problem(kind, alignment, left, right), strict=strict, stream=held.stream)
+    reasons = (
+        arguments.why_copied(
+            name, _address(each), each.shape, [step // each.itemsize for step in each.strides], each.itemsize, served.mapped
+        )
+        for name, each in zip("qkv", held.given, strict=True)
+    )
+    return replace(served.answer, copies=tuple(filter(None, reasons)))
 
 
 def _taken(q: Any, k: Any, v: Any, layout: str) -> Arrays:
@@ -89,9 +97,9 @@ def _taken(q: Any, k: Any, v: Any, layout: str) -> Arrays:
     arguments.check_dtypes(*(array.dtype.name for array in found))
     if package.__name__ == "cupy":
         arguments.check_devices(*(f"cuda:{array.device.id}" for array in found))
-    views = (array.swapaxes(1, 2) if layout == "bshd" else array for array in found)
+    views = [array.swapaxes(1, 2) if layout == "bshd" else array for array in found]
     q_, k_, v_ = (array if array.strides[3] == array.itemsize else package.ascontiguousarray(array) for array in views)
-    return Arrays(q_, k_, v_, package, q, dispatcher, stream)
+    return Arrays(q_, k_, v_, package, q, dispatcher, stream, tuple(views))
 
 
 def _home(q: Any) -> tuple[Any, Dispatcher, int]:

@@ -64,11 +64,14 @@ class Answer:
     """What serves the backward pass, or in words why no kernel does; '' where no input wants a gradient."""
     workspace_bytes: int = 0
     """Device memory that a call takes beyond its results, while it runs."""
+    copies: tuple[str, ...] = ()
+    """Operands that are copied before the kernel runs, and why."""
 
     def __str__(self) -> str:
         """The whole story, for people."""
         head = f"{self.problem} on {self.device} ({self.executor}): {self.variant}, from the {self.origin}"
         lines = [head, *(f"{number}. {step}" for number, step in enumerate(self.steps, 1))]
+        lines += self.copies
         if self.workspace_bytes:
             lines.append(f"Takes {self.workspace_bytes:,} bytes of memory beyond its results while it runs.")
         if self.origin is Origin.FALLBACK:

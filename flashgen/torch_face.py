@@ -56,7 +56,12 @@ def attention(
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Answer:
     """The kernel that would run on (batch, heads, rows, columns) tensors, and that of the gradients where an input wants one."""
-    answer = dispatcher_of(q).serve(problem_of(q, k, v, options), strict=options.strict, stream=stream_of(q)).answer
+    served = dispatcher_of(q).serve(problem_of(q, k, v, options), strict=options.strict, stream=stream_of(q))
+    reasons = (
+        arguments.why_copied(name, each.data_ptr(), each.shape, each.stride(), each.element_size(), served.mapped)
+        for name, each in (("q", q), ("k", k), ("v", v))
+    )
+    answer = replace(served.answer, copies=tuple(filter(None, reasons)))
     if not (q.requires_grad or k.requires_grad or v.requires_grad):
         return answer
     return replace(answer, gradients=torch_gradients.explain(q, k, v, options))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen import dispatch, reference
+from flashgen import arguments, dispatch, reference
 from flashgen.errors import InvalidProblem, UnsupportedProblem
 from flashgen.model import DType, Mask, Problem
 from flashgen.testing import emulated
@@ -95,3 +95,33 @@ def test_host_memory_is_refused_outside_the_emulation() -> None:
             flashgen.attention(*operands())
     finally:
         dispatch.set_emulated(before)
+
+
+def test_explain_says_what_is_copied_first_and_why() -> None:
+    arrays = operands()
+    every_other = np.repeat(arrays[1], 2, axis=3)[..., ::2]
+    assert flashgen.explain(*arrays).copies == ()
+    assert flashgen.explain(arrays[0], every_other, arrays[2]).copies == (
+        "k is copied first: its last stride is 2 elements, and kernels read whole rows.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "shape", "strides", "mapped", "said"),
+    [
+        (4096, (2, 4, 9, 16), (576, 144, 16, 1), True, ""),
+        (4096, (2, 4, 9, 16), (576, 144, 20, 1), False, ""),
+        (4098, (2, 4, 9, 16), (576, 144, 16, 1), True, "starts 2 bytes after a multiple of 16"),
+        (4096, (2, 4, 9, 16), (576, 144, 20, 1), True, "row stride is 20 elements"),
+        (4096, (2, 4, 9, 16), (576, 0, 16, 1), True, "head stride is 0 elements"),
+        (4096, (1, 4, 9, 16), (7, 144, 16, 1), True, ""),  # the stride of an extent of 1 is never used
+        (4096, (2, 4, 9, 16), (576, 144, 32, 2), False, "last stride is 2 elements"),
+        (4096, (2, 4, 9, 1), (576, 144, 16, 2), True, ""),
+    ],
+)
+def test_the_reason_of_a_copy_names_what_is_wrong(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], mapped: bool, said: str
+) -> None:
+    found = arguments.why_copied("v", address, shape, strides, 2, mapped)
+    assert said in found if said else found == ""
+    assert not found or found.startswith("v is copied first: ")

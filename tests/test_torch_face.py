@@ -398,6 +398,17 @@ def test_strict_demands_a_table_entry() -> None:
         flashgen.attention(Q, K, V, strict=True)
 
 
+def test_explain_says_which_operands_a_kernel_with_tensor_maps_gets_as_copies() -> None:
+    q = torch.zeros(1, 16, 1024, 64, dtype=torch.float16)
+    odd = torch.zeros(1, 16, 1024, 68, dtype=torch.float16)[..., :64]
+    found = flashgen.explain(q, q, odd)
+    assert found.variant.family == "hopper_forward"
+    assert [line for line in str(found).splitlines() if "copied" in line] == [
+        "v is copied first: its row stride is 68 elements, and must be a positive multiple of 16 bytes where a kernel reads through "
+        "tensor maps."
+    ]
+
+
 def test_explain_takes_the_arguments_of_attention_and_no_others() -> None:
     options = {"causal": True, "scale": 0.3, "return_lse": True, "deterministic": True, "window": (3, -1), "alignment": "top_left"}
     assert "window(3,0), top left" in str(flashgen.explain(Q, K, V, **options))
