@@ -5,11 +5,11 @@ All evaluators fulfil one protocol, so that the search neither knows nor cares w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from importlib import metadata
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from flashgen import cost
 from flashgen.errors import CompileError, EmulationFault, FlashgenError, LaunchError, StudyMismatch, WorkerLost
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from flashgen.cubins import Compiled
     from flashgen.worker import MeasuringChild
 
+_Found = TypeVar("_Found")
 TRIAL_SECONDS = 60.0
 CERTIFY_SECONDS = 300.0
 INTERLEAVE_ROUNDS = 30
@@ -281,14 +282,24 @@ class DeviceEvaluator(_Compiling):
 
     def certify(self, variant: Variant) -> Certificate:
         """The whole suite on the GPU."""
+        found = self._in_the_child(variant, certify_task)
+        return _refused(self.problem.op, self.executor, found) if isinstance(found, str) else found
+
+    def at_real_size(self, variant: Variant, proven: Certificate) -> Certificate:
+        """`proven`, of the same machine code on another problem of its class, if one launch of this problem's own size is right too."""
+        failure = self._in_the_child(variant, real_size_task)
+        return _refused(self.problem.op, self.executor, failure) if failure else proven
+
+    def _in_the_child(self, variant: Variant, task: Callable[..., _Found]) -> _Found | str:
+        """What a task finds out about a compiled variant, or in words why it could not."""
         try:
             arguments = self.source(variant), self.compiled(variant), self.problem, self.seed
-            certificate: Certificate = self.child.call(f"Certifying {variant}", certify_task, *arguments, deadline_s=CERTIFY_SECONDS)
-            return certificate
+            found: _Found = self.child.call(f"Certifying {variant}", task, *arguments, deadline_s=CERTIFY_SECONDS)
+            return found
         except (CompileError, LaunchError, WorkerLost) as problem:
             if isinstance(problem, WorkerLost) and problem.reason == "not_started":
                 raise
-            return _refused(self.problem.op, self.executor, str(problem))
+            return str(problem)
 
     def _sound(self, variants: Sequence[Variant]) -> list[Variant]:
         """Those that still run alone; at least one fewer than given."""
@@ -400,6 +411,14 @@ def certify_task(state: MeasuringState, source: Source, compiled: Compiled, prob
 
     state.executor.load(source, compiled)
     return gate.full(state.executor, load_space(source.family), source, problem, seed)
+
+
+def real_size_task(state: MeasuringState, source: Source, compiled: Compiled, problem: Problem, seed: int) -> str:
+    """In the measuring child: what is wrong with one launch of the problem's own size, or ''."""
+    from flashgen import gate
+
+    state.executor.load(source, compiled)
+    return gate.real_size(state.executor, source, problem, seed).failure
 
 
 def driver_task(state: MeasuringState) -> str:

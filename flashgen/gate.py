@@ -31,6 +31,13 @@ def single(executor: Executor, space: Space, source: Source, name: str, seed: in
     return certify.single(executor, space, source, name, seed)
 
 
+def real_size(executor: Executor, source: Source, problem: Problem, seed: int) -> CaseResult:
+    """The one case of the whole suite that depends on more of the problem than its class: a launch of its own size, rows sampled."""
+    if source.klass.op is Op.BACKWARD:
+        return gradient_gate.spot_check(cast(BackwardExecutor, executor), source, problem, seed)
+    return certify.spot_check(executor, source, problem, seed)
+
+
 def suite_name(op: Op) -> str:
     """Name of the suite of an operation."""
     return gradient_suite.SUITE if op is Op.BACKWARD else suite.SUITE

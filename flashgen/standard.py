@@ -289,15 +289,40 @@ class Frugal(PredictedEvaluator):
         return self.proven[key]
 
 
+class Remembering(DeviceEvaluator):
+    """Measurements for whole lists: the same machine code runs the whole suite once, and every problem of its class at its own size."""
+
+    proven: dict[tuple[str, str], Certificate]
+
+    def certify(self, variant: Variant) -> Certificate:
+        """The whole suite on the GPU, or what it said before of the same machine code after a launch of this problem's size."""
+        try:
+            key = self.source(variant).digest, self.report(variant).cubin_digest
+        except CompileError:
+            return super().certify(variant)
+        if key in self.proven:
+            return self.at_real_size(variant, self.proven[key])
+        found = super().certify(variant)
+        if found.verdict is Verdict.EXACT:
+            self.proven[key] = found
+        return found
+
+
 @contextmanager
 def evaluators(executor: ExecutorName) -> Iterator[search.EvaluatorFactory]:
-    """Evaluators for a whole list. On a GPU they share one measuring child: starting it takes longer than timing a few kernels."""
+    """Evaluators for a whole list. On a GPU they share one measuring child, which takes long to start, and what has been proved."""
     if executor is ExecutorName.EMULATED:
         yield Frugal
         return
-    child = measuring_child()
+    child, proven = measuring_child(), dict[tuple[str, str], Certificate]()
+
+    def made(bounds: Sequence[BoundSpace], problem: Problem, device: DeviceLimits, seed: int) -> Evaluator:
+        found = Remembering(bounds, problem, device, seed, child)
+        found.proven = proven
+        return found
+
     try:
-        yield lambda bounds, problem, device, seed: DeviceEvaluator(bounds, problem, device, seed, child)
+        yield made
     finally:
         child.kill()
 

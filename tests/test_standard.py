@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from shipping import H200, NVRTC, compiled, entry, problem, source_of, table_of, variant
 
-from flashgen import cli, paths, search, standard, table
+from flashgen import cli, evaluators, paths, search, standard, table
 from flashgen.errors import InvalidProblem
 from flashgen.evaluators import Decision, Toolchain
 from flashgen.model import (
@@ -30,7 +31,7 @@ from flashgen.model import (
     Variant,
     Verdict,
 )
-from flashgen.space import BoundSpace
+from flashgen.space import BoundSpace, load_space
 from flashgen.staleness import Tools
 
 TOOLS = Tools(NVRTC, "580.65")
@@ -281,3 +282,61 @@ def test_a_predicted_entry_is_refreshed_without_a_gpu(tmp_path: Path, monkeypatc
     assert cli.run(["table", "check", "--compile", str(path)]) == 0
     (fresh,) = table.read(path, strict=True).entries
     assert fresh.measurement.source == "predicted" and fresh.certificate.executor is ExecutorName.EMULATED
+
+
+# One proof per machine code ----------------------------------------------------------------------------------------------
+
+
+class ProvingChild:
+    """A measuring child that counts what it is asked to prove, and finds launches of real size wrong where it is told to."""
+
+    def __init__(self) -> None:
+        self.asked, self.wrong, self.verdict = list[tuple[str, int]](), "", Verdict.EXACT
+
+    def call(self, culprit: str, task: Any, source: Source, compiled: object, problem: Problem, seed: int, **_: object) -> object:
+        self.asked.append((task.__name__, problem.seqlen_q))
+        if task is evaluators.real_size_task:
+            return self.wrong
+        return replace(entry().certificate, verdict=self.verdict, executor=ExecutorName.DEVICE)
+
+    def kill(self) -> str:
+        return ""
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> ProvingChild:
+    made = ProvingChild()
+    monkeypatch.setattr(standard, "measuring_child", lambda: made)
+    monkeypatch.setattr(evaluators.DeviceEvaluator, "compiled", lambda self, variant: compiled(self.source(variant)))
+    return made
+
+
+def proofs(*lengths: int) -> list[Certificate]:
+    """The same variant certified for problems of several lengths, as a list does it."""
+    found = []
+    with standard.evaluators(ExecutorName.DEVICE) as make:
+        for length in lengths:
+            of = problem(length)
+            bounds = [load_space("ampere_forward").bind(of, H200)]
+            evaluator = make(bounds, of, H200, 0)
+            found.append(evaluator.certify(bounds[0].fallback()))
+            evaluator.close()
+    return found
+
+
+def test_the_whole_suite_runs_once_per_machine_code_and_every_problem_at_its_own_size(child: ProvingChild) -> None:
+    assert all(each.verdict is Verdict.EXACT for each in proofs(1024, 4096, 512))
+    assert child.asked == [("certify_task", 1024), ("real_size_task", 4096), ("real_size_task", 512)]
+
+
+def test_a_kernel_that_is_wrong_at_real_size_is_refused_there_and_there_only(child: ProvingChild) -> None:
+    child.wrong = "real_size: o[0, 0, 3] is off"
+    first, second = proofs(1024, 4096)
+    assert first.verdict is Verdict.EXACT
+    assert second.verdict is Verdict.INEXACT and second.failure == child.wrong
+
+
+def test_a_failed_proof_is_made_again(child: ProvingChild) -> None:
+    child.verdict = Verdict.INEXACT
+    proofs(1024, 4096)
+    assert child.asked == [("certify_task", 1024), ("certify_task", 4096)]
