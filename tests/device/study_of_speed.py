@@ -50,8 +50,8 @@ def problem_of(head_dim: int, seqlen: int, mask: Mask, dtype: DType = DType.BFLO
 class Study:
     """One recording under way."""
 
-    def __init__(self, out: Path, rounds: int) -> None:
-        self.out, self.rounds, self.rows = out, rounds, list[dict[str, Any]]()
+    def __init__(self, out: Path, rounds: int, make: search.EvaluatorFactory) -> None:
+        self.out, self.rounds, self.rows, self.make = out, rounds, list[dict[str, Any]](), make
         self.limits: DeviceLimits = device.present()
         self.state = bench.open_device(0)
         self.table = out.parent / f"tables-{out.stem}" / "searched.yaml"
@@ -61,7 +61,9 @@ class Study:
         """The best of searches in turn, lazy ones included, and what each search took."""
         overall, lazy, facts = [], [], []
         for each in problems:
-            found = search.tune(each, self.limits, budget=BUDGET, seed=1, fresh=True, table=self.table, families=[FAMILY])
+            found = search.tune(
+                each, self.limits, budget=BUDGET, seed=1, fresh=True, table=self.table, families=[FAMILY], make_evaluator=self.make
+            )
             timed = sorted((trial for trial in found.trials if trial.outcome is Outcome.OK and trial.measurement), key=_us)
             overall.append([trial.variant for trial in timed])
             lazy.append([trial.variant for trial in timed if not trial.variant.as_dict()["softmax_mode"]])
@@ -81,7 +83,7 @@ class Study:
     def entry(self, each: Problem) -> Variant:
         """The table's variant for exactly this problem; the table is filled where it has none."""
         wish = standard.Wish(each, searched=False)
-        (done,) = standard.tune([wish], self.limits, ExecutorName.DEVICE, tools_in_use(), path=self.table)
+        (done,) = standard.tune([wish], self.limits, ExecutorName.DEVICE, tools_in_use(), path=self.table, make_evaluator=self.make)
         print(f"  {each}: {done.how}", flush=True)
         entries = tables.read(self.table, strict=True).entries
         return next(entry.variant for entry in entries if tables.full_key(entry.problem) == tables.full_key(each))
@@ -220,7 +222,11 @@ def main() -> None:
     parser.add_argument("--from", dest="source", type=Path, default=Path("main.json"))
     parser.add_argument("--rounds", type=int, default=16)
     options = parser.parse_args()
-    study = Study(options.out, options.rounds)
+    with standard.evaluators(ExecutorName.DEVICE) as make:
+        run(Study(options.out, options.rounds, make), options)
+
+
+def run(study: Study, options: argparse.Namespace) -> None:
     if options.what == "main":
         main_study(study, tuple(options.head_dims) or (64, 128, 256))
     elif options.what == "head_dims":
