@@ -38,7 +38,7 @@ def sampled(space: Space, seed: int) -> tuple[Problem, Source, Policy]:
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1, 4))
 def test_a_sampled_variant_is_exact_on_the_emulated_executor(hopper: Space, seed: int) -> None:
     problem, source, policy = sampled(hopper, seed)
     certificate = certify.quick(EmulatedExecutor(FEW_SMS, policy), hopper, source, problem, seed)
@@ -47,7 +47,7 @@ def test_a_sampled_variant_is_exact_on_the_emulated_executor(hopper: Space, seed
 
 @pytest.mark.emulated
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 30))
+@pytest.mark.parametrize("seed", [0, *range(4, 30)])
 def test_a_sampled_variant_passes_the_whole_suite(hopper: Space, seed: int) -> None:
     problem, source, policy = sampled(hopper, seed)
     certificate = certify.full(EmulatedExecutor(FEW_SMS, policy, live_ctas=1 + seed % 3), hopper, source, problem, seed)
