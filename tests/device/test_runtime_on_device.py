@@ -10,7 +10,10 @@ from small_kernels import HEAD_DIM, POISON, RELAY, STATIC_16, STRAY, copy_source
 
 from flashgen import gpu, launch
 from flashgen.errors import LaunchError
+from flashgen.launch_blocks import address_place
+from flashgen.model import DType
 from flashgen.runtime import DeviceExecutor
+from flashgen.tensor_map import TensorMapSpec
 
 pytestmark = [pytest.mark.device, pytest.mark.skipif(gpu.device_count() == 0, reason="needs a GPU")]
 
@@ -124,3 +127,9 @@ def test_a_second_device_gets_its_own_copy() -> None:
         data = tensors(problem)
         DeviceExecutor(gpu.Gpu(index), bind=one_cta_per_row).forward(copy_source(232448 // 2), problem, data, 1.0)
         assert np.array_equal(data.o.view(), data.q.view() * np.float32(launch.LOG2_E))
+
+
+def test_the_driver_s_tensor_maps_hold_their_address_in_one_place(executor: DeviceExecutor) -> None:
+    """Else every call encodes its maps anew, which is right but slow."""
+    spec = TensorMapSpec(16, DType.BFLOAT16, (64, 100, 4, 2), (8192, 128, 1 << 20), (64, 64, 1, 1))
+    assert address_place(spec, TensorMapSpec.for_device) is not None
