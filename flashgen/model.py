@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -261,6 +262,11 @@ class CompileReport:
     seconds: float
     nvrtc: str
     options: tuple[str, ...]
+
+    @property
+    def serialised_products(self) -> int:
+        """Notes that the compiler had to run warpgroup products one by one (C75xx), at about half the speed."""
+        return sum(re.search(r"\bC75\d\d\b", warning) is not None for warning in self.warnings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -326,6 +326,7 @@ class BoundSpace:
             "kernel.registers": report.registers,
             "kernel.spill_bytes": report.spill_bytes,
             "kernel.stack_bytes": report.stack_bytes,
+            "kernel.serialised_products": report.serialised_products,
             "kernel.shared_bytes": report.static_shared_bytes + dynamic,
         }
         return self.names(variant) | kernel

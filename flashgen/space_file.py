@@ -36,7 +36,7 @@ DEVICE_NAMES = frozenset(
         "l2_bytes", "clock_mhz",
     )
 )  # fmt: skip
-KERNEL_NAMES = frozenset(f"kernel.{name}" for name in ("registers", "spill_bytes", "stack_bytes", "shared_bytes"))
+KERNEL_NAMES = frozenset(f"kernel.{name}" for name in ("registers", "spill_bytes", "stack_bytes", "serialised_products", "shared_bytes"))
 
 TENSOR_MAPS = {
     Op.FORWARD: ("q", "k", "v", "o"),

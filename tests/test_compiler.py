@@ -61,6 +61,7 @@ def test_the_log_gives_the_worst_over_all_entry_points() -> None:
 def test_serialised_wgmma_and_warnings_are_kept_but_not_remarks() -> None:
     report = read_log(LOG_13, "sha256:x", 1.0, "13.0", ())
     assert len(report.warnings) == 2 and "C7512" in report.warnings[0] and "#177-D" in report.warnings[1]
+    assert report.serialised_products == 1
 
 
 def test_a_log_without_resource_lines_is_an_error_not_a_zero() -> None:

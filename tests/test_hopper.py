@@ -122,3 +122,14 @@ def test_the_compiler_serialises_no_product_and_spills_little(hopper: Space, hea
         assert isinstance(found, Compiled), f"{variant}: {found}"
         assert not [line for line in found.report.warnings if "C75" in line], variant
         assert not any(bound.compiled_violations(variant, found.report).values()), (variant, found.report.spill_bytes)
+
+
+def test_a_kernel_whose_products_run_one_by_one_is_not_timed(hopper: Space) -> None:
+    from flashgen.model import CompileReport
+
+    bound = hopper.bind(problem_of(DType.BFLOAT16, (64, 64), Mask()), FEW_SMS)
+    clean = CompileReport("", 168, 0, 0, 0, ("warning: unused",), 1.0, "13.0", ())
+    serial = replace(clean, warnings=("ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized",))
+    variant = bound.variant(UNSEEN)
+    assert not any(bound.compiled_violations(variant, clean).values())
+    assert "one by one" in "; ".join(bound.explain(variant, serial))
