@@ -171,8 +171,8 @@ template <class C>
 struct QueryTile {
   static constexpr int POSITIONS = HopperShape<C>::POSITIONS;
   Place place;
-  int first_row;       // of the consumer, the same in every head of the pack
-  TileRange<C> range;  // of the consumer
+  int first_row;                                // of the consumer, the same in every head of the pack
+  TileRange<C> range;                           // of the consumer
   int newest, passed_first, seen, passed_last;  // the CTA's last KV tile; how many are passed by, computed, passed by
 
   FG_DEVICE QueryTile(const ForwardParams& params, const Place& at, int index)

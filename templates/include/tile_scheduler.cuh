@@ -61,7 +61,7 @@ struct TileDraw {
 // The places of the tiles of one CTA, handed on in shared memory: the producer publishes, everybody else reads.
 template <class C>
 struct PlaceSequence {
-  static constexpr int SLOTS = 2, BYTES = 16;              // of a place
+  static constexpr int SLOTS = 2, BYTES = 16;                     // of a place
   static constexpr int READERS = 4 * C::CONSUMER_WARPGROUPS + 1;  // the consumers' warps and the query producer
 
   u32 places, full, empty;  // shared memory: the slots, mbarriers
