@@ -119,3 +119,21 @@ def test_bulk_sums_and_atomics_add_up(emulator: Emulator, policy: Policy) -> Non
 def test_a_bulk_sum_needs_its_fence_and_its_wait(emulator: Emulator, fence: str, wait: str, message: str) -> None:
     report, _ = summed(emulator, POLICIES[1], fence, wait)
     assert re.search(message, "\n".join(report.faults))
+
+
+class WordParams(ctypes.Structure):
+    """Params of words.cu."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("sums", "word")]
+
+
+def in_turn(emulator: Emulator, policy: Policy, live_ctas: int, wait: str = "bulk_wait<0>();", waits: bool = True) -> tuple[EmulationReport, np.ndarray]:
+    header = "".join((TWIN / name).read_text() for name in ("words.cuh",)).replace("emu/words.hpp", str(TWIN / "emu" / "words.hpp"))
+    text = (KERNELS / "words.cu").read_text().replace('#include "words.cuh"', header)
+    text = text.replace("AWAIT", "await_word(params.word, own);" if waits else "").replace("WAIT", wait)
+    sums, word = np.zeros(128, np.float32), np.full(1, 8, np.uint32)
+    memory = Memory.for_buffers([sums.nbytes, word.nbytes])
+    params = WordParams(memory.place(sums, True), memory.place(word, True))
+    report = emulator.launch(text, "words", 9, 32, 512, params, memory, policy, live_ctas=live_ctas)
+    memory.fetch()
+    return report, sums

@@ -19,7 +19,7 @@ from flashgen.model import DType, Mask, Problem, Source
 FEW_SMS = replace(preset("h200"), sm_count=3)  # several tiles per CTA already in small problems
 SPLIT = {
     "fused": False, "block_q": 32, "num_stages": 3, "key_stages": 1, "block_kv": 32, "kv_stages": 2, "order": 0, "turned": False,
-    "direct": False, "ping_pong": False, "keys_in_registers": False, "keys_from_shared": False, "rotate": False, "pin": False,
+    "direct": False, "ordered": False, "ping_pong": False, "keys_in_registers": False, "keys_from_shared": False, "rotate": False, "pin": False,
     "head_section": 1,
 }  # fmt: skip
 OVERLAPPED = SPLIT | {"fused": True, "block_q": 64, "num_stages": 2, "block_kv": 64, "ping_pong": True}

@@ -4,6 +4,7 @@
 
 #include "copies.hpp"
 #include "products.hpp"
+#include "published.hpp"
 
 namespace fg::emu {
 namespace {
@@ -42,6 +43,7 @@ void retire(Block& block) {
     fiber.copies.clear();
   }
   machine.landing = &block;
+  for (Fiber& fiber : block.fibers) write_late_sums(fiber);
   report_unfinished(block);
   machine.landing = nullptr;
 }
@@ -141,6 +143,7 @@ std::string waits_in(const Block& block, const Fiber& fiber) {
     const int arrived = block.named[fiber.wait_for].arrived;
     return name + " " + first + ", where " + std::to_string(arrived) + " of " + second + " threads have arrived";
   }
+  if (name == IN_WORD) return name + " for " + second + " where " + first + " stands";
   if (name == IN_PRODUCT_WAIT) return name + " for product " + std::to_string(fiber.wait_for - 1);
   if (name == IN_REGISTERS) return name + " to " + first + " per thread; the pool has " + second + " per thread of a warp";
   return name;
@@ -261,6 +264,7 @@ void reset(const Launch& launch) {
   machine.stopped = machine.tidy = false;
   machine.last_range = nullptr;
   machine.loads.clear();
+  machine.word_waiters.clear();
 }
 
 void run_blocks() {

@@ -91,18 +91,23 @@ void land(const BulkLoad& load) {
   complete_bytes(load.block->mbarriers[load.mbarrier], load.bytes, load.clock);
 }
 
-void perform(BulkStore& store) {
+// A sum may be read first and added later; a box is read and written in one go.
+void perform(BulkStore& store, bool write) {
   if (store.done) return;
-  store.done = true;
   const unsigned char* shared = this_block().shared.get();
   if (!store.map) {
+    const unsigned char* source = shared + (store.source - SHARED_BASE);
+    if (store.held.empty()) store.held.assign(source, source + store.bytes);
+    if (!write) return;
+    store.done = true;
     for (u32 i = 0; i < store.bytes / 4; ++i) {
       float value;
-      std::memcpy(&value, shared + (store.source - SHARED_BASE) + 4 * i, 4);
+      std::memcpy(&value, store.held.data() + 4 * i, 4);
       store.sums[i] += value;
     }
     return;
   }
+  store.done = true;
   for_each_piece(*store.map, store.coordinates, [&](u32 offset, unsigned char* global, u32 first, u32 end) {
     const unsigned char* source = shared + (swizzled(store.source + offset, store.map->swizzle) - SHARED_BASE);
     if (end > first) std::memcpy(global + first, source + first, end - first);
@@ -113,15 +118,26 @@ void perform(BulkStore& store) {
 void perform_wanted(Fiber& fiber) {
   BulkQueue& queue = fiber.bulk;
   const size_t end = queue.wanted ? queue.group_ends[queue.wanted - 1] : 0;
-  for (size_t store = 0; store < end; ++store) perform(queue.stores[store]);
+  for (size_t store = 0; store < end; ++store) perform(queue.stores[store], queue.wants_writes);
 }
 
-bool open_stores(const BulkQueue& queue, size_t groups) {
-  const size_t end = groups ? queue.group_ends[groups - 1] : 0;
-  for (size_t store = 0; store < end; ++store) {
-    if (!queue.stores[store].done) return true;
+bool open_stores(const BulkQueue& queue) {
+  const size_t end = queue.wanted ? queue.group_ends[queue.wanted - 1] : 0;
+  for (size_t index = 0; index < end; ++index) {
+    const BulkStore& store = queue.stores[index];
+    if (!store.done && (queue.wants_writes || store.held.empty())) return true;
   }
   return false;
+}
+
+// Stores of a thread that may not be in global memory yet.
+size_t unwritten_stores(const BulkQueue& queue) { return queue.stores.size() - (queue.written ? queue.group_ends[queue.written - 1] : 0); }
+
+// What was read before the end of the block is written at last.
+void write_late_sums(Fiber& fiber) {
+  for (BulkStore& store : fiber.bulk.stores) {
+    if (!store.held.empty()) perform(store, true);
+  }
 }
 
 // Whether 16-byte aligned consecutive bytes of shared and of global memory may be touched; reports.
@@ -165,7 +181,7 @@ void begin_store(BulkQueue& queue, u32 bytes, const char* who) {
   }
   counters.global_bytes_written += bytes;
   counters.shared_bytes_read += bytes;
-  if (!machine.launch.late_products) perform(queue.stores.back());
+  if (!machine.launch.late_products) perform(queue.stores.back(), true);
 }
 
 }  // namespace
@@ -224,19 +240,21 @@ void commit_stores() {
   queue.group_ends.push_back(queue.stores.size());
 }
 
-void wait_stores(int pending) {
+void wait_stores(int pending, bool written) {
   preempt(SYNC_PREEMPTION_ODDS);
   Fiber& fiber = *machine.running;
   Block& block = this_block();
   BulkQueue& queue = fiber.bulk;
   const i64 groups = static_cast<i64>(queue.group_ends.size()) - pending;
-  if (groups <= static_cast<i64>(queue.waited)) return;
+  if (groups <= static_cast<i64>(written ? queue.written : queue.waited)) return;
   queue.wanted = static_cast<size_t>(groups);
-  if (open_stores(queue, queue.wanted)) {
+  queue.wants_writes = written;
+  if (open_stores(queue)) {
     block.bulk_waiters.push_back(&fiber);
     suspend(IN_BULK_WAIT);
   }
-  queue.waited = queue.wanted;
+  if (written) queue.written = queue.wanted;
+  queue.waited = std::max(queue.waited, queue.wanted);
   queue.wanted = 0;
   if (machine.launch.races) {
     use_engines(block);

@@ -66,6 +66,7 @@ const char* const IN_MBARRIER = "mbarrier_wait";
 const char* const IN_NAMED_BARRIER = "barrier_sync";
 const char* const IN_PRODUCT_WAIT = "wgmma_wait";
 const char* const IN_BULK_WAIT = "bulk_wait";
+const char* const IN_WORD = "await_word";
 const char* const IN_REGISTERS = "registers_increase";
 const char* const PREEMPTED = "a memory access";
 
@@ -111,7 +112,8 @@ struct BulkStore {
   int coordinates[5];
   bool done;
   float* sums = nullptr;
-  u32 bytes = 0;  // of the sums
+  u32 bytes = 0;                    // of the sums
+  std::vector<unsigned char> held;  // of sums: what was read and is not yet added
 };
 
 // Bulk stores of one thread, oldest first, and where each committed group ends.
@@ -119,6 +121,8 @@ struct BulkQueue {
   std::vector<BulkStore> stores;
   std::vector<size_t> group_ends;
   size_t waited = 0, wanted = 0;  // groups; `wanted` while the thread waits
+  size_t written = 0;             // groups that were waited for till they are in global memory
+  bool wants_writes = false;
 };
 
 struct Mbarrier {
@@ -184,7 +188,8 @@ struct Fiber {
   u32 mbarrier_fences = 0;
   u32 products = 0, products_waited = 0;
   BulkQueue bulk;
-  u32 wait_for = 0, wait_value = 0;  // details of `waits_in`: mbarrier slot and parity; id and threads of a named barrier; registers
+  // Details of `waits_in`: mbarrier slot and parity; id and threads of a named barrier; registers; what a word held, and should hold.
+  u32 wait_for = 0, wait_value = 0;
 };
 
 // What the lanes of a warp hand in for a collective; the last lane to arrive acts for all.
@@ -254,6 +259,7 @@ struct Machine {
   std::map<std::string, int> faults_of_kind;
   const Range* last_range = nullptr;
   std::vector<BulkLoad> loads;  // in flight
+  std::vector<Fiber*> word_waiters;
   char* stacks = nullptr;
   size_t stacks_bytes = 0;
 };

@@ -45,6 +45,8 @@ void write_shared(u32 address, const void* value, u32 bytes);
 void read_global(const void* address, void* value, u32 bytes);
 void write_global(void* address, const void* value, u32 bytes);
 u32 exchange_global(u32* address, u32 (*change)(u32 old, u32 operand), u32 operand, const char* who);
+void wait_word(const u32* address, u32 value);
+void publish_word(u32* address, u32 value);
 
 u32 exchange(u32 value, int lane_mask);
 bool vote_any(bool predicate);
@@ -70,7 +72,7 @@ void start_store(const void* map, u32 source, const int (&coordinates)[5]);
 void start_linear_load(u32 target, const void* source, u32 bytes, u32 barrier);
 void start_linear_sum(float* target, u32 source, u32 bytes);
 void commit_stores();
-void wait_stores(int pending);
+void wait_stores(int pending, bool written);  // or else only read
 void fence_proxy();
 void meet_named_barrier(int id, int threads, bool wait);
 void set_registers(int count, bool increase);

@@ -45,14 +45,13 @@ FG_DEVICE void tma_store(const TensorMap* map, u32 source, int c0, int c1, int c
   emu::start_store(map, source, {c0, c1, c2, c3, c4});
 }
 FG_DEVICE void bulk_commit() { emu::commit_stores(); }
-// Reading the source and writing the tensor are one event here.
 template <int PENDING>
 FG_DEVICE void bulk_wait() {
-  emu::wait_stores(PENDING);
+  emu::wait_stores(PENDING, true);
 }
 template <int PENDING>
 FG_DEVICE void bulk_wait_read() {
-  emu::wait_stores(PENDING);
+  emu::wait_stores(PENDING, false);
 }
 FG_DEVICE void fence_proxy_async() { emu::fence_proxy(); }
 

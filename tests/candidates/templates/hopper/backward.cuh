@@ -7,7 +7,8 @@
 //
 // Three launches. `prepare` computes lse in log2 units and delta. `key_gradients` gives dK and dV; `query_gradients` gives dQ, in one of
 // two ways. Split: dQ has a loop of its own, S and dP are computed twice, and every sum has one owner and one order, so its bits never
-// change. Fused: the loop for dK and dV adds dQ of each pair of tiles to float32 sums in global memory, which only have to be rounded.
+// change. Fused: the loop for dK and dV adds dQ of each pair of tiles to float32 sums in global memory, which only have to be rounded;
+// in any order, or tile after tile of keys, which takes turns but always gives the same bits.
 #pragma once
 #include "hopper/backward_prepare.cuh"
 #include "hopper/backward_split.cuh"
@@ -28,6 +29,8 @@ FG_DEVICE void key_gradients(const MappedBackwardParams& params) {
       BlockProducer<C>{params, shared}.run();
     } else if (warp == 1 && lane == 0) {
       produce_keys<C>(params, shared);
+    } else if constexpr (C::ORDERED) {
+      if (warp >= 2 && lane == 0) OrderedSums<C>{params.problem, shared, warp - 2}.run();
     }
   } else {
     registers_increase<240>();

@@ -4,6 +4,7 @@
 // goes to shared memory, from where each computes one half of dQ, a block later: by then the other's dS has long been there. Each warp adds
 // its share of dQ by one bulk copy.
 #pragma once
+#include "backward_ordered.cuh"
 #include "backward_overlapped.cuh"
 #include "backward_rounding.cuh"
 #include "backward_serial.cuh"
@@ -35,7 +36,7 @@ FG_DEVICE void run_fused(Consumer consumer) {
     forget(tile);  // cheaper to find the place again than to keep it in registers
     store_key_gradients<C>(consumer, KeyTile<C>::of(params.forward, tile), consumer.dk, consumer.dv);
   }
-  if (!C::DIRECT && consumer.lane == 0) bulk_wait<0>();
+  if (!C::DIRECT && !C::ORDERED && consumer.lane == 0) bulk_wait<0>();
 }
 
 template <class C>

@@ -127,7 +127,7 @@ struct FusedBase {
 
   // Whether no row of the first block sees this warpgroup's keys, as it is for half of the keys on the diagonal of a causal mask.
   FG_DEVICE bool passes_by(int key, int row, int blocks) const {
-    return C::MASKED && blocks > 1 && SeeingRows::of<C>(params.forward, key, PRODUCT_ROWS).first >= row + C::BLOCK_Q;
+    return C::MASKED && !C::ORDERED && blocks > 1 && SeeingRows::of<C>(params.forward, key, PRODUCT_ROWS).first >= row + C::BLOCK_Q;
   }
   // Its part of a block that it passes by: dS is 0.
   FG_DEVICE void pass_by() {
@@ -171,26 +171,34 @@ struct FusedBase {
   FG_DEVICE float* share_of(int block) const {
     return RowStatistics(params.forward).sums + (static_cast<i64>(block) * 2 + index) * HALF + warp * WARP_SHARE;
   }
-  // This warp's share of dQ of a block, in the order of registers: straight to the sums, or to shared memory as soon as the last one has
-  // been read there.
+  // This warp's share of dQ of a block, by the number of its exchange and in the order of registers: straight to the sums, or to shared
+  // memory as soon as the last one has been read there.
   template <int REGISTERS>
-  FG_DEVICE void stage(const float (&sums)[REGISTERS], int block) const {
+  FG_DEVICE void stage(const float (&sums)[REGISTERS], int block, u32 exchange) const {
     if constexpr (C::DIRECT) {
       float* target = share_of(block) + lane * 4;
       FG_UNROLL
       for (int i = 0; i < DQ_REGISTERS; i += 4) add_global(target + i / 4 * 128, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
       return;
     }
-    if (lane == 0) bulk_wait_read<0>();
-    warp_sync();
+    if constexpr (C::ORDERED) {
+      mbarrier_wait(barrier(Shape::STAGED_EMPTY + index), exchange % 2 ^ 1);
+    } else {
+      if (lane == 0) bulk_wait_read<0>();
+      warp_sync();
+    }
     FG_UNROLL
     for (int i = 0; i < DQ_REGISTERS; i += 4) {
       const Vector16 vector = {{float_bits(sums[i]), float_bits(sums[i + 1]), float_bits(sums[i + 2]), float_bits(sums[i + 3])}};
       store_shared(staging() + static_cast<u32>(i / 4 * 512 + lane * 16), vector);
     }
   }
-  // And from there on to the sums; after a fence by every lane and a meeting of the warp.
+  // And from there on to the sums, by this warp or in turn; after a fence by every lane and a meeting of the warp.
   FG_DEVICE void add_staged(int block) const {
+    if constexpr (C::ORDERED) {
+      if (block >= 0) warp_release(barrier(Shape::STAGED_FULL + index));
+      return;
+    }
     if (!C::DIRECT && block >= 0 && lane == 0) {
       bulk_add(share_of(block), staging(), WARP_SHARE * 4);
       bulk_commit();

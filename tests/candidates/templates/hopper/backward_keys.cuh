@@ -26,7 +26,8 @@ struct KeyShape {
   static constexpr int Q_FULL = KEYS_EMPTY + C::KEY_STAGES, Q_EMPTY = Q_FULL + C::NUM_STAGES;
   static constexpr int DOUT_FULL = Q_EMPTY + C::NUM_STAGES, DOUT_EMPTY = DOUT_FULL + C::NUM_STAGES;
   static constexpr int EXCHANGE_FULL = DOUT_EMPTY + C::NUM_STAGES, EXCHANGE_EMPTY = EXCHANGE_FULL + 2;
-  static constexpr int TILE_FULL = EXCHANGE_EMPTY + 2, TILE_EMPTY = TILE_FULL + 2, TILE_WORDS = TILE_EMPTY + 2, END = TILE_WORDS + 1;
+  static constexpr int TILE_FULL = EXCHANGE_EMPTY + 2, TILE_EMPTY = TILE_FULL + 2, TILE_WORDS = TILE_EMPTY + 2;
+  static constexpr int STAGED_FULL = TILE_WORDS + 1, STAGED_EMPTY = STAGED_FULL + 2, END = STAGED_FULL + (C::ORDERED ? 4 : 0);
   static_assert(BARRIERS + 8 * END == C::KEY_SHARED_BYTES, "the layout of shared memory is the formula of the search space");
 
   static constexpr int SCORES = C::BLOCK_Q / 2, WORDS = C::BLOCK_Q / 4;  // registers
@@ -57,12 +58,20 @@ struct KeyShape {
       mbarrier_init(barrier(shared, EXCHANGE_FULL + buffer), EXCHANGING_WARPS);
       mbarrier_init(barrier(shared, EXCHANGE_EMPTY + buffer), EXCHANGING_WARPS);
     }
-    TileQueue::initialise(barrier(shared, TILE_FULL), barrier(shared, TILE_EMPTY));
+    if constexpr (C::ORDERED) {
+      for (int half = 0; half < 2; ++half) {
+        mbarrier_init(barrier(shared, STAGED_FULL + half), WARPS / 2);
+        mbarrier_init(barrier(shared, STAGED_EMPTY + half), 1);
+      }
+    }
+    TileQueue::initialise(barrier(shared, TILE_FULL), barrier(shared, TILE_EMPTY), TileQueue::READERS + (C::ORDERED ? 2 : 0));
     fence_mbarrier_init();
   }
 };
 
-// The blocks of a tile of keys in the order of work: head after head of the group, in each the same blocks, from `start` round to it.
+// The blocks of a tile of keys in the order of work: head after head of the group, in each the same blocks, from `start` round to it. When
+// tiles of keys take turns at a block, they go from the last block to the first: the next tile reaches the last block that both need just
+// when this one has left it, whatever the mask.
 template <class C>
 struct BlockWalk {
   int first, end, start, block, left;
@@ -73,6 +82,7 @@ struct BlockWalk {
     end = range.first + range.count;
     start = first;
     // CTAs that sum into the same blocks of dq at the same time would wait for each other.
+    if constexpr (C::ORDERED) start = end - 1;
     if constexpr (C::ROTATE) start += static_cast<int>(static_cast<i64>(key) * range.count / maximum(1, forward.seqlen_kv));
     block = start;
     left = range.count * (forward.heads_q / forward.heads_kv);
@@ -80,8 +90,12 @@ struct BlockWalk {
   // True when the next block belongs to the next head.
   FG_DEVICE bool advance() {
     --left;
-    ++block;
-    if (block == end) block = first;
+    if constexpr (C::ORDERED) {
+      if (block-- == first) block = end - 1;
+    } else {
+      ++block;
+      if (block == end) block = first;
+    }
     return block == start;
   }
 };
@@ -113,13 +127,13 @@ struct BlockProducer {
     const int tiles = KeyTile<C>::list(forward).tiles, group = forward.heads_q / forward.heads_kv;
     TileQueue queue = Shape::queue(shared);
     RingSlot<C::NUM_STAGES> at;
-    int tile = static_cast<int>(block_index());
+    int tile = C::ORDERED ? TileQueue::draw_all(params.counters, tiles) : static_cast<int>(block_index());
     FG_NO_UNROLL
     while (true) {
       queue.publish(tile);
       if (tile == NO_TILE) break;
       const KeyTile<C> place = KeyTile<C>::of(forward, tile);
-      tile = TileQueue::draw(params.counters, tiles);
+      if constexpr (!C::ORDERED) tile = TileQueue::draw(params.counters, tiles);
       BlockWalk<C> walk(forward, place.key);
       int head = place.head_kv * group;
       FG_NO_UNROLL
@@ -128,6 +142,8 @@ struct BlockProducer {
         at = at.next();
         if (walk.advance()) ++head;
       }
+      // Tiles wait for those before them, so the CTA that is done first takes the next.
+      if constexpr (C::ORDERED) tile = TileQueue::draw_all(params.counters, tiles);
     }
   }
 };

@@ -129,7 +129,7 @@ struct OverlappedFused : FusedBase<C> {
     product_wait<1>(dq());
     if (last_block >= 0) {
       warp_release(this->exchange_empty(last));
-      this->stage(dq(), last_block);
+      this->stage(dq(), last_block, last);
     }
     start_weights();
     this->pass_turn();
@@ -151,7 +151,7 @@ struct OverlappedFused : FusedBase<C> {
     this->at = this->at.next();
     if (last_block >= 0) {
       warp_release(this->exchange_empty(last));
-      this->stage(dq(), last_block);
+      this->stage(dq(), last_block, last);
       this->fence_and_add_staged(last_block);
     }
     this->wait_exchanged(this->exchanges);
@@ -162,7 +162,7 @@ struct OverlappedFused : FusedBase<C> {
     warp_release(this->exchange_empty(this->exchanges));
     this->release_keys();
     ++this->exchanges;
-    this->stage(dq(), block);
+    this->stage(dq(), block, this->exchanges - 1);
     this->fence_and_add_staged(block);
   }
 

@@ -1,5 +1,6 @@
 // First launch of the backward pass: statistics of the rows, and zeros where dq is going to be summed.
 #pragma once
+#include "backward_turns.cuh"
 #include "gradient_store.cuh"
 
 namespace fg {
@@ -119,6 +120,15 @@ struct Preparation {
     Vector16* sums = reinterpret_cast<Vector16*>(to.sums);
     for (i64 index = own_index(); index < vectors; index += all_threads()) store_global(sums + index, Vector16{{0, 0, 0, 0}});
   }
+  FG_DEVICE void first_turns() const {
+    const u32 blocks = static_cast<u32>(ceil_div(forward.seqlen_q, C::BLOCK_Q));
+    const i64 words = static_cast<i64>(forward.batch) * forward.heads_q * blocks * 2;
+    u32* turns = turns_of<C>(forward);
+    for (i64 index = own_index(); index < words; index += all_threads()) {
+      const int block = static_cast<int>(index / 2 % blocks);
+      store_global(turns + index, static_cast<u32>(first_tile_of<C>(forward, block)));
+    }
+  }
 };
 
 template <class C>
@@ -127,6 +137,7 @@ FG_DEVICE void prepare(const MappedBackwardParams& params) {
   preparation.rows();
   preparation.padding();
   if constexpr (C::FUSED) preparation.zero_sums();
+  if constexpr (C::ORDERED) preparation.first_turns();
 }
 
 }  // namespace fg

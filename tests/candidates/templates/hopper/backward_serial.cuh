@@ -104,7 +104,7 @@ struct SerialFused : FusedBase<C> {
     product_wait<1>(dq());
     if (last_block >= 0) {
       warp_release(this->exchange_empty(last));
-      this->stage(dq(), last_block);
+      this->stage(dq(), last_block, last);
     }
     if constexpr (LAST) {
       product_wait<0>(dq(), dk, dv);
@@ -132,7 +132,7 @@ struct SerialFused : FusedBase<C> {
     product_wait<0>(dq(), scores, packed);
     warp_release(this->exchange_empty(present));
     this->release_keys();
-    this->stage(dq(), block);
+    this->stage(dq(), block, present);
     this->fence_and_add_staged(block);
   }
 

@@ -36,10 +36,10 @@ struct TileQueue {
 
   FG_DEVICE TileQueue(u32 words_at, u32 full_at, u32 empty_at) : words(words_at), full(full_at), empty(empty_at) {}
 
-  FG_DEVICE static void initialise(u32 full_at, u32 empty_at) {
+  FG_DEVICE static void initialise(u32 full_at, u32 empty_at, int readers = READERS) {
     for (int slot = 0; slot < SLOTS; ++slot) {
       mbarrier_init(full_at + 8 * slot, 1);
-      mbarrier_init(empty_at + 8 * slot, READERS);
+      mbarrier_init(empty_at + 8 * slot, static_cast<u32>(readers));
     }
   }
 
@@ -53,6 +53,11 @@ struct TileQueue {
   // The tile after `tile`, from a counter that ends where it began: a launch draws exactly `tiles` times.
   FG_DEVICE static int draw(u32* counter, int tiles) {
     const int tile = static_cast<int>(grid_size()) + static_cast<int>(atomic_increment_wrap(counter, static_cast<u32>(tiles - 1)));
+    return tile < tiles ? tile : NO_TILE;
+  }
+  // Likewise, but the first tile is drawn, too: a tile begins after all with lower numbers, whichever CTAs run. `tiles` + CTAs draws.
+  FG_DEVICE static int draw_all(u32* counter, int tiles) {
+    const int tile = static_cast<int>(atomic_increment_wrap(counter, static_cast<u32>(tiles + static_cast<int>(grid_size()) - 1)));
     return tile < tiles ? tile : NO_TILE;
   }
   FG_DEVICE int read_alone() {
@@ -114,6 +119,13 @@ struct BlockRange {
     if (C::MASKED && rows.last <= rows.first) count = 0;
   }
 };
+
+// The first tile of keys that needs a block of query rows, if any does. The others that do follow it without a gap.
+template <class C>
+FG_DEVICE int first_tile_of(const ForwardParams& forward, int block) {
+  if constexpr (C::MASK != MASK_WINDOW) return 0;
+  return maximum(0, block * C::BLOCK_Q + forward.diagonal - forward.window_left) / C::KEY_ROWS;
+}
 
 // A tile of keys: the head of keys that it belongs to, its first key.
 template <class C>

@@ -1,0 +1,16 @@
+// Where tiles of keys find whose turn it is to add to dQ.
+#pragma once
+#include "backward_schedule.cuh"
+#include "row_statistics.cuh"
+
+namespace fg {
+
+// Two words per block of query rows, counted over all heads, one for each half of dQ: the number of the tile of keys that adds next. They
+// lie behind the sums.
+template <class C>
+FG_DEVICE u32* turns_of(const ForwardParams& forward) {
+  const i64 blocks = static_cast<i64>(forward.batch) * forward.heads_q * ceil_div(forward.seqlen_q, C::BLOCK_Q);
+  return reinterpret_cast<u32*>(RowStatistics(forward).sums + blocks * C::BLOCK_Q * operand_columns(C::HEAD_DIM));
+}
+
+}  // namespace fg
