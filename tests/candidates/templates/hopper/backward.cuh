@@ -30,7 +30,7 @@ FG_DEVICE void key_gradients(const MappedBackwardParams& params) {
     } else if (warp == 1 && lane == 0) {
       produce_keys<C>(params, shared);
     } else if constexpr (C::ORDERED) {
-      if (warp >= 2 && lane == 0) OrderedSums<C>{params.problem, shared, warp - 2}.run();
+      if (warp >= 2 && lane == 0) OrderedSums<C>{params.problem, shared, static_cast<u32>(warp - 2)}.run();
     }
   } else {
     registers_increase<240>();

@@ -159,11 +159,11 @@ struct FusedBase {
     warp_release(exchange_full(exchanges));
   }
 
-  FG_DEVICE void fence_and_add_staged(int block) const {
+  FG_DEVICE void fence_and_add_staged(int block, u32 exchange) const {
     if constexpr (C::DIRECT) return;
     fence_proxy_async();
     warp_sync();
-    add_staged(block);
+    add_staged(block, exchange);
   }
 
   FG_DEVICE u32 staging() const { return shared + static_cast<u32>(Shape::STAGING + (index * 4 + warp) * WARP_SHARE * 4); }
@@ -193,10 +193,14 @@ struct FusedBase {
       store_shared(staging() + static_cast<u32>(i / 4 * 512 + lane * 16), vector);
     }
   }
+  // Of a half of dQ and an exchange; the two threads that add in turn have barriers of their own.
+  FG_DEVICE static u32 staged_full(u32 shared, int half, u32 exchange) {
+    return Shape::barrier(shared, Shape::STAGED_FULL + 2 * half) + 8 * (exchange % 2);
+  }
   // And from there on to the sums, by this warp or in turn; after a fence by every lane and a meeting of the warp.
-  FG_DEVICE void add_staged(int block) const {
+  FG_DEVICE void add_staged(int block, u32 exchange) const {
     if constexpr (C::ORDERED) {
-      if (block >= 0) warp_release(barrier(Shape::STAGED_FULL + index));
+      if (block >= 0) warp_release(staged_full(shared, index, exchange));
       return;
     }
     if (!C::DIRECT && block >= 0 && lane == 0) {

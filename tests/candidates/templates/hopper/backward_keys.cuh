@@ -27,7 +27,7 @@ struct KeyShape {
   static constexpr int DOUT_FULL = Q_EMPTY + C::NUM_STAGES, DOUT_EMPTY = DOUT_FULL + C::NUM_STAGES;
   static constexpr int EXCHANGE_FULL = DOUT_EMPTY + C::NUM_STAGES, EXCHANGE_EMPTY = EXCHANGE_FULL + 2;
   static constexpr int TILE_FULL = EXCHANGE_EMPTY + 2, TILE_EMPTY = TILE_FULL + 2, TILE_WORDS = TILE_EMPTY + 2;
-  static constexpr int STAGED_FULL = TILE_WORDS + 1, STAGED_EMPTY = STAGED_FULL + 2, END = STAGED_FULL + (C::ORDERED ? 4 : 0);
+  static constexpr int STAGED_FULL = TILE_WORDS + 1, STAGED_EMPTY = STAGED_FULL + 4, END = STAGED_FULL + (C::ORDERED ? 6 : 0);
   static_assert(BARRIERS + 8 * END == C::KEY_SHARED_BYTES, "the layout of shared memory is the formula of the search space");
 
   static constexpr int SCORES = C::BLOCK_Q / 2, WORDS = C::BLOCK_Q / 4;  // registers
@@ -59,10 +59,8 @@ struct KeyShape {
       mbarrier_init(barrier(shared, EXCHANGE_EMPTY + buffer), EXCHANGING_WARPS);
     }
     if constexpr (C::ORDERED) {
-      for (int half = 0; half < 2; ++half) {
-        mbarrier_init(barrier(shared, STAGED_FULL + half), WARPS / 2);
-        mbarrier_init(barrier(shared, STAGED_EMPTY + half), 1);
-      }
+      for (int i = 0; i < 4; ++i) mbarrier_init(barrier(shared, STAGED_FULL + i), WARPS / 2);
+      for (int half = 0; half < 2; ++half) mbarrier_init(barrier(shared, STAGED_EMPTY + half), 1);
     }
     TileQueue::initialise(barrier(shared, TILE_FULL), barrier(shared, TILE_EMPTY), TileQueue::READERS + (C::ORDERED ? 2 : 0));
     fence_mbarrier_init();

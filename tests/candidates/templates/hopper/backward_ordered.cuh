@@ -1,8 +1,9 @@
 // The sums of dQ in a fixed order: at every block of query rows the tiles of keys that need it take turns, the first keys first.
 //
-// A thread for each half of dQ does so beside the products: the warps that stage dQ only wait for it when it is late by a whole block. No
-// tile waits for one that begins later: tiles are drawn in the order of the turns, the first one of every CTA included, and a tile that
-// nobody stands before always goes on. Tiles that do not need a block are not among its turns.
+// Two threads do so beside the products, each for every second block, so that one can wait for its turn while the sums of the other find
+// their way to global memory. The warps that stage dQ only wait for a block that is late as a whole. No tile waits for one that begins
+// later: tiles are drawn in the order of the turns, the first one of every CTA included, and of all that have begun the first never waits.
+// Tiles that do not need a block are not among its turns.
 #pragma once
 #include "backward_fused_base.cuh"
 #include "backward_turns.cuh"
@@ -18,23 +19,25 @@ struct OrderedSums {
 
   const BackwardParams& params;
   const u32 shared;
-  const int half;    // of dQ
-  u32 staged_parity = 0;
+  const u32 which;  // of the two threads
+  u32 staged = 0;   // blocks so far
 
-  FG_DEVICE void add(int block, u32 tile) {
-    const u32 full = Shape::barrier(shared, Shape::STAGED_FULL + half), empty = Shape::barrier(shared, Shape::STAGED_EMPTY + half);
-    const i64 place = static_cast<i64>(block) * 2 + half;
-    u32* turn = turns_of<C>(params.forward) + place;
-    await_word(turn, tile);
-    mbarrier_wait(full, staged_parity);
-    bulk_add(RowStatistics(params.forward).sums + place * Base::HALF, shared + static_cast<u32>(Shape::STAGING + half * Base::HALF * 4),
-             Base::HALF * 4);
+  // A half as soon as it is staged, and its shared memory back as soon as it is read.
+  FG_DEVICE void add_half(int half, int block) const {
+    mbarrier_wait(Base::staged_full(shared, half, staged), staged / 2 % 2);
+    bulk_add(RowStatistics(params.forward).sums + (static_cast<i64>(block) * 2 + half) * Base::HALF,
+             shared + static_cast<u32>(Shape::STAGING + half * Base::HALF * 4), Base::HALF * 4);
     bulk_commit();
     bulk_wait_read<0>();
-    mbarrier_arrive(empty);
+    mbarrier_arrive(Shape::barrier(shared, Shape::STAGED_EMPTY + half));
+  }
+  FG_DEVICE void add(int block, u32 tile) const {
+    u32* turn = turns_of<C>(params.forward) + block;
+    await_word(turn, tile);
+    add_half(0, block);
+    add_half(1, block);
     bulk_wait<0>();
     publish_word(turn, tile + 1);
-    staged_parity ^= 1;
   }
 
   FG_DEVICE void run() {
@@ -44,7 +47,10 @@ struct OrderedSums {
       const KeyTile<C> place = KeyTile<C>::of(params.forward, tile);
       SummedBlocks<C> blocks(params.forward, place);
       FG_NO_UNROLL
-      for (; blocks.walk.left > 0; blocks.advance()) add(blocks.number(), static_cast<u32>(place.key / C::KEY_ROWS));
+      for (; blocks.walk.left > 0; blocks.advance()) {
+        if (staged % 2 == which) add(blocks.number(), static_cast<u32>(place.key / C::KEY_ROWS));
+        ++staged;
+      }
     }
   }
 };

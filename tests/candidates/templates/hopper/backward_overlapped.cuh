@@ -29,7 +29,7 @@ struct OverlappedFused : FusedBase<C> {
                             scores[2 * i + 1] * (weights[2 * i + 1] - delta.of(2 * i + 1)), Element{});
     }
     this->exchange(packed);
-    this->add_staged(staged);
+    this->add_staged(staged, this->exchanges - 2);
     warp_release(this->barrier(Shape::DOUT_EMPTY + this->at.stage));
   }
   FG_DEVICE auto& dq() {
@@ -152,7 +152,7 @@ struct OverlappedFused : FusedBase<C> {
     if (last_block >= 0) {
       warp_release(this->exchange_empty(last));
       this->stage(dq(), last_block, last);
-      this->fence_and_add_staged(last_block);
+      this->fence_and_add_staged(last_block, last);
     }
     this->wait_exchanged(this->exchanges);
     this->take_turn();
@@ -163,7 +163,7 @@ struct OverlappedFused : FusedBase<C> {
     this->release_keys();
     ++this->exchanges;
     this->stage(dq(), block, this->exchanges - 1);
-    this->fence_and_add_staged(block);
+    this->fence_and_add_staged(block, this->exchanges - 1);
   }
 
   FG_DEVICE void compute(const KeyTile<C>& place) {

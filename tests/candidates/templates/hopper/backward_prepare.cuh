@@ -122,10 +122,10 @@ struct Preparation {
   }
   FG_DEVICE void first_turns() const {
     const u32 blocks = static_cast<u32>(ceil_div(forward.seqlen_q, C::BLOCK_Q));
-    const i64 words = static_cast<i64>(forward.batch) * forward.heads_q * blocks * 2;
+    const i64 words = static_cast<i64>(forward.batch) * forward.heads_q * blocks;
     u32* turns = turns_of<C>(forward);
     for (i64 index = own_index(); index < words; index += all_threads()) {
-      const int block = static_cast<int>(index / 2 % blocks);
+      const int block = static_cast<int>(index % blocks);
       store_global(turns + index, static_cast<u32>(first_tile_of<C>(forward, block)));
     }
   }

@@ -92,7 +92,7 @@ struct SerialFused : FusedBase<C> {
     differentiate();
     add_product<typename Shape::ValueSums, Element>(dv, packed, this->dout_columns(this->at.stage));
     this->exchange(gradients);
-    this->add_staged(staged);
+    this->add_staged(staged, this->exchanges - 2);
     if (last_block >= 0) this->wait_exchanged(last);
     this->meet_and_take_turn();
     // Without a last block the product reads keys, which are there, and its result is not used: no branch may surround a product.
@@ -126,14 +126,14 @@ struct SerialFused : FusedBase<C> {
 
   FG_DEVICE void end(int block, int last_block) {
     const u32 present = this->exchanges - 1;
-    this->fence_and_add_staged(last_block);
+    this->fence_and_add_staged(last_block, present - 1);
     this->wait_exchanged(present);
     this->sum_queries(dq(), this->exchanged_rows(present));
     product_wait<0>(dq(), scores, packed);
     warp_release(this->exchange_empty(present));
     this->release_keys();
     this->stage(dq(), block, present);
-    this->fence_and_add_staged(block);
+    this->fence_and_add_staged(block, present);
   }
 
   FG_DEVICE void compute(const KeyTile<C>& place) {

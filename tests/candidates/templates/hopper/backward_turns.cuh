@@ -5,8 +5,7 @@
 
 namespace fg {
 
-// Two words per block of query rows, counted over all heads, one for each half of dQ: the number of the tile of keys that adds next. They
-// lie behind the sums.
+// A word per block of query rows, counted over all heads: the number of the tile of keys that adds next. They lie behind the sums.
 template <class C>
 FG_DEVICE u32* turns_of(const ForwardParams& forward) {
   const i64 blocks = static_cast<i64>(forward.batch) * forward.heads_q * ceil_div(forward.seqlen_q, C::BLOCK_Q);
