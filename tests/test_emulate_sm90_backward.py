@@ -127,13 +127,46 @@ class WordParams(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("sums", "word")]
 
 
-def in_turn(emulator: Emulator, policy: Policy, live_ctas: int, wait: str = "bulk_wait<0>();", waits: bool = True) -> tuple[EmulationReport, np.ndarray]:
-    header = "".join((TWIN / name).read_text() for name in ("words.cuh",)).replace("emu/words.hpp", str(TWIN / "emu" / "words.hpp"))
-    text = (KERNELS / "words.cu").read_text().replace('#include "words.cuh"', header)
-    text = text.replace("AWAIT", "await_word(params.word, own);" if waits else "").replace("WAIT", wait)
-    sums, word = np.zeros(128, np.float32), np.full(1, 8, np.uint32)
+TURN, FINISH = "await_word(params.word, own);", "bulk_wait<0>();"
+
+
+def in_turn(
+    emulator: Emulator, policy: Policy, live_ctas: int, turn: str = TURN, finish: str = FINISH, first: int = 0
+) -> tuple[EmulationReport, np.ndarray]:
+    text = (KERNELS / "words.cu").read_text().replace("TAKE_TURN", turn).replace("FINISH", finish)
+    sums, word = np.zeros(128, np.float32), np.full(1, first, np.uint32)
     memory = Memory.for_buffers([sums.nbytes, word.nbytes])
     params = WordParams(memory.place(sums, True), memory.place(word, True))
-    report = emulator.launch(text, "words", 9, 32, 512, params, memory, policy, live_ctas=live_ctas)
+    report = emulator.launch(text, "words", 9, 32, 512, params, memory, policy, live_ctas)
     memory.fetch()
     return report, sums
+
+
+SUM_IN_TURN = np.float32(0)
+for _number in range(9):
+    SUM_IN_TURN += np.float32(1) / np.float32(7 * _number + 3)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("live_ctas", [1, 4, 9])
+def test_ctas_that_wait_for_each_others_words_add_in_their_order(emulator: Emulator, live_ctas: int, policy: Policy) -> None:
+    report, sums = in_turn(emulator, policy, live_ctas)
+    assert report.faults == ()
+    np.testing.assert_array_equal(sums, SUM_IN_TURN)
+
+
+def test_without_waiting_the_order_is_the_schedules(emulator: Emulator) -> None:
+    found = [in_turn(emulator, Policy(seed=seed), 9, turn="")[1][0] for seed in range(8)]
+    assert len(set(found)) > 1
+
+
+def test_a_word_that_nobody_publishes_is_a_deadlock_that_tells_both_values(emulator: Emulator) -> None:
+    report, _ = in_turn(emulator, POLICIES[1], 9, first=1)
+    assert re.search(r"deadlock: (.|\n)*CTA 0 .* lane 0 wait in await_word for 0 where 9 stands", "\n".join(report.faults))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("finish", ["", "bulk_wait_read<0>();"], ids=["not-waited", "only-read"])
+def test_a_word_is_published_after_the_sum_is_in_global_memory(emulator: Emulator, finish: str, policy: Policy) -> None:
+    report, _ = in_turn(emulator, policy, 9, finish=finish)
+    assert re.search(r"order: publish_word by a thread of which 1 bulk stores", "\n".join(report.faults))
