@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashgen.errors import InvalidProblem, UnsupportedProblem
+from flashgen.launch import map_obstacle
 
 LAYOUTS = ("bhsd", "bshd")
 ALIGNMENTS = ("bottom_right", "top_left")
@@ -98,12 +99,5 @@ def why_copied(name: str, address: int, shape: Sequence[int], strides: Sequence[
     """Why a kernel gets a copy of an operand, in words, or ''. Strides are in elements; `mapped` kernels read through tensor maps."""
     if strides[3] != 1 and shape[3] > 1:
         return f"{name} is copied first: its last stride is {strides[3]} elements, and kernels read whole rows."
-    if not mapped:
-        return ""
-    if address % 16:
-        return f"{name} is copied first: it starts {address % 16} bytes after a multiple of 16, and this kernel reads through tensor maps."
-    for dimension, extent, stride in zip(("batch", "head", "row"), shape, strides, strict=False):
-        if extent > 1 and (stride <= 0 or stride * element_bytes % 16):
-            rule = "a positive multiple of 16 bytes where a kernel reads through tensor maps"
-            return f"{name} is copied first: its {dimension} stride is {stride} elements, and must be {rule}."
-    return ""
+    obstacle = map_obstacle(address, shape, strides, element_bytes) if mapped else ""
+    return f"{name} is copied first: {obstacle}, where a kernel reads through tensor maps." if obstacle else ""

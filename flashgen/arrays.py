@@ -12,7 +12,7 @@ from flashgen import arguments, dispatch, traffic
 from flashgen.dispatch import Answer, Dispatcher
 from flashgen.errors import InvalidProblem
 from flashgen.gpu import cupy
-from flashgen.launch import VECTOR_BYTES
+from flashgen.launch import map_obstacle
 from flashgen.model import Alignment, DType, Mask, MaskKind, Problem
 
 
@@ -33,9 +33,8 @@ class Arrays:
         """The same with copies of what no tensor map can describe: unaligned rows, repeated heads."""
 
         def copied(array: Any) -> Any:
-            steps = [step for step, extent in zip(array.strides[:3], array.shape, strict=False) if extent > 1]
-            whole = _address(array) % VECTOR_BYTES == 0 and all(step > 0 and step % VECTOR_BYTES == 0 for step in steps)
-            return array if whole else array.copy(order="C")
+            refused = map_obstacle(_address(array), array.shape, _in_elements(array), array.itemsize)
+            return array.copy(order="C") if refused else array
 
         return replace(self, q=copied(self.q), k=copied(self.k), v=copied(self.v))
 
@@ -74,12 +73,7 @@ def explain(q: Any, k: Any, v: Any, kind: str, alignment: str, left: int, right:
     """The kernel that would run."""
     held = _taken(q, k, v, layout)
     served = held.dispatcher.serve(held.problem(kind, alignment, left, right), strict=strict, stream=held.stream)
-    reasons = (
-        arguments.why_copied(
-            name, _address(each), each.shape, [step // each.itemsize for step in each.strides], each.itemsize, served.mapped
-        )
-        for name, each in zip("qkv", held.given, strict=True)
-    )
+    reasons = (_why_copied(name, each, served.mapped) for name, each in zip("qkv", held.given, strict=True))
     return replace(served.answer, copies=tuple(filter(None, reasons)))
 
 
@@ -98,7 +92,7 @@ def _taken(q: Any, k: Any, v: Any, layout: str) -> Arrays:
     if package.__name__ == "cupy":
         arguments.check_devices(*(f"cuda:{array.device.id}" for array in found))
     views = [array.swapaxes(1, 2) if layout == "bshd" else array for array in found]
-    q_, k_, v_ = (array if array.strides[3] == array.itemsize else package.ascontiguousarray(array) for array in views)
+    q_, k_, v_ = (array if _has_whole_rows(array) else package.ascontiguousarray(array) for array in views)
     return Arrays(q_, k_, v_, package, q, dispatcher, stream, tuple(views))
 
 
@@ -116,6 +110,23 @@ def _home(q: Any) -> tuple[Any, Dispatcher, int]:
     import numpy
 
     return numpy, emulated, 0
+
+
+def _has_whole_rows(array: Any) -> bool:
+    """Whether columns lie side by side and all strides are whole numbers of elements, which those of views into records need not be."""
+    return bool(array.strides[3] == array.itemsize) and all(step % array.itemsize == 0 for step in array.strides)
+
+
+def _in_elements(array: Any) -> list[int]:
+    """All four strides."""
+    return [step // array.itemsize for step in array.strides]
+
+
+def _why_copied(name: str, array: Any, mapped: bool) -> str:
+    """In words, or ''."""
+    if any(step % array.itemsize for step in array.strides):
+        return f"{name} is copied first: its strides {array.strides} (bytes) are no whole numbers of elements of {array.itemsize} bytes."
+    return arguments.why_copied(name, _address(array), array.shape, _in_elements(array), array.itemsize, mapped)
 
 
 def _device_of(array: Any) -> Any:

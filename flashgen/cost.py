@@ -36,7 +36,7 @@ TAIL_TILES = (1.2, 0.3)  # masked problems: longest CTAs that the last SM waits 
 # mma.sync reaches only a part of the rate that newer tensor instructions (wgmma, tcgen05) have; measured on Hopper, assumed on sm_100.
 MMA_SYNC_SHARE = {90: 0.63, 100: 0.28}
 MAX_COUNTED_TILES = 2048
-# Warp-specialised kernels (templates/hopper): fitted to recorded times of hopper_forward on one NVIDIA H200.
+# Warp-specialised kernels (templates/hopper): fitted to times of hopper_forward on one NVIDIA H200, of which no study is recorded yet.
 ALU_SHARE = 0.65  # of the float32 work that exp2 does not hide
 CHAIN_CLOCKS = 790  # waits, votes and packing per K/V tile
 SUMS_ONLY = (1.25, 0.94)  # float32 work of the softmax that looks for the maximum, and of the one that looks at sums, over SOFTMAX_OPS

@@ -183,10 +183,21 @@ def copy_results_back(used: _Tensors, tensors: _Tensors) -> None:
 
 
 def mappable(tensor: Tensor, dtype: DType) -> bool:
-    """Whether every row starts on a 16-byte boundary, given a buffer that does, and no stride along a real extent is 0."""
-    steps = [(stride * dtype.bytes, extent) for stride, extent in zip(tensor.strides[:3], tensor.shape[:3], strict=True)]
-    whole = tensor.offset * dtype.bytes % VECTOR_BYTES == 0
-    return whole and all(extent <= 1 or (step > 0 and step % VECTOR_BYTES == 0) for step, extent in steps)
+    """Whether a tensor map can describe the tensor, given a buffer that starts on a 16-byte boundary."""
+    return not map_obstacle(tensor.offset * dtype.bytes, tensor.shape, tensor.strides, dtype.bytes)
+
+
+def map_obstacle(address: int, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> str:
+    """Why no tensor map describes a (batch, heads, rows, columns) tensor whose columns lie side by side, or ''. Strides are in elements.
+
+    Rows must start on 16-byte boundaries, and no stride may be 0; the stride of an extent of 1 is never used.
+    """
+    if address % VECTOR_BYTES:
+        return f"it starts {address % VECTOR_BYTES} bytes after a multiple of {VECTOR_BYTES}"
+    for dimension, extent, stride in zip(("batch", "head", "row"), shape, strides, strict=False):
+        if extent > 1 and (stride <= 0 or stride * element_bytes % VECTOR_BYTES):
+            return f"its {dimension} stride is {stride} elements, and must be a positive multiple of {VECTOR_BYTES} bytes"
+    return ""
 
 
 def contiguous_copy(tensor: Tensor) -> Tensor:

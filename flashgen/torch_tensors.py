@@ -10,7 +10,7 @@ import torch
 from flashgen import arguments, dispatch
 from flashgen.dispatch import Dispatcher
 from flashgen.errors import InvalidProblem
-from flashgen.launch import VECTOR_BYTES
+from flashgen.launch import VECTOR_BYTES, map_obstacle
 from flashgen.model import Alignment, DType, Mask, MaskKind, Op, Problem
 
 _DTYPES = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
@@ -66,9 +66,7 @@ def mappable(tensor: torch.Tensor) -> bool:
 
 def strides_fit_maps(tensor: torch.Tensor) -> bool:
     """The part of `mappable` that does not depend on where the tensor lies."""
-    size = tensor.element_size()
-    strides = (stride * size for stride, extent in zip(tensor.stride()[:3], tensor.shape, strict=False) if extent > 1)
-    return all(stride > 0 and stride % VECTOR_BYTES == 0 for stride in strides)
+    return not map_obstacle(0, tensor.shape, tensor.stride(), tensor.element_size())
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, int, int]:

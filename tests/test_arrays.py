@@ -125,3 +125,14 @@ def test_the_reason_of_a_copy_names_what_is_wrong(
     found = arguments.why_copied("v", address, shape, strides, 2, mapped)
     assert said in found if said else found == ""
     assert not found or found.startswith("v is copied first: ")
+
+
+def test_a_view_into_records_is_copied_since_its_strides_are_no_whole_elements() -> None:
+    q, k, v = operands()
+    record = np.dtype([("row", np.float32, 16), ("odd", np.uint8)])
+    held = np.zeros(k.shape[:3], record)
+    held["row"] = k
+    assert held["row"].strides[2] % 4
+    assert np.array_equal(flashgen.attention(q, held["row"], v), flashgen.attention(q, k, v))
+    (reason,) = flashgen.explain(q, held["row"], v).copies
+    assert reason.startswith("k is copied first: its strides (") and "no whole numbers of elements" in reason

@@ -404,7 +404,7 @@ def test_explain_says_which_operands_a_kernel_with_tensor_maps_gets_as_copies() 
     found = flashgen.explain(q, q, odd)
     assert found.variant.family == "hopper_forward"
     assert [line for line in str(found).splitlines() if "copied" in line] == [
-        "v is copied first: its row stride is 68 elements, and must be a positive multiple of 16 bytes where a kernel reads through "
+        "v is copied first: its row stride is 68 elements, and must be a positive multiple of 16 bytes, where a kernel reads through "
         "tensor maps."
     ]
 
