@@ -14,7 +14,7 @@ FAULTS = (
     ("only dq of the sums is wrong, by the scale", "dq.template store<C::DQ_COLUMNS>(sums, params.scale,", "dq.template store<C::DQ_COLUMNS>(sums, 1.0f,", NONE, OVERLAPPED),
     ("dk lacks the scale", "dk.template store<C::HEAD_DIM>(sums, params.scale,", "dk.template store<C::HEAD_DIM>(sums, 1.0f,", NONE, SPLIT),
     ("delta is missing in the loop over rows", "probability * (weights[first + i] - delta.of(i));", "probability * weights[first + i];", NONE, SPLIT),
-    ("delta is missing in the loop over keys", "scores[i] *= weights[i] - delta[accumulator_row(i)];", "scores[i] *= weights[i];", NONE, SPLIT),
+    ("delta is missing in the loop over keys", "scores[i] *= weights[i] - delta[row_of(i)];", "scores[i] *= weights[i];", NONE, SPLIT),
     ("delta of the block before is subtracted", "this->load_statistics(statistics, Shape::DELTA, this->at.stage); FG_UNROLL", "this->load_statistics(statistics, Shape::DELTA, this->at.stage ? this->at.stage - 1 : 0); FG_UNROLL", NONE, SERIAL),
     ("lse is stale by a block", "this->load_statistics(statistics, Shape::LSE, next.stage);", "this->load_statistics(statistics, Shape::LSE, this->at.stage);", NONE, OVERLAPPED),
     ("lse stays in natural units", "empty ? infinity() : lse * LOG2_E);", "empty ? infinity() : lse);", NONE, SPLIT),

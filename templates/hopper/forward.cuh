@@ -391,24 +391,6 @@ struct Consumer {
     return pack_pair(output[i] * inverse, output[i + 1] * inverse, Element{});
   }
 
-  // Four lanes hold four 8-column tiles of one row, two columns each; afterwards each lane holds the 8 columns of one tile.
-  FG_DEVICE void transpose_quad(u32 (&word)[4]) const {
-    FG_UNROLL
-    for (int step = 1; step <= 2; step *= 2) {
-      const bool upper = (lane & step) != 0;
-      FG_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        if (i & step) continue;
-        const u32 taken = shuffle_xor(upper ? word[i] : word[i + step], step);
-        if (upper) {
-          word[i] = taken;
-        } else {
-          word[i + step] = taken;
-        }
-      }
-    }
-  }
-
   FG_DEVICE void store_direct(const QueryTile<C>& query_tile, const SoftmaxResult& result) const {
     constexpr int TILES = Shape::OUTPUTS / 4;  // of 8 columns
     FG_UNROLL
@@ -420,7 +402,7 @@ struct Consumer {
         u32 word[4];
         FG_UNROLL
         for (int i = 0; i < 4; ++i) word[i] = normalised_pair(minimum(first + i, TILES - 1) * 4 + 2 * r, result);
-        transpose_quad(word);
+        gather_row(word, lane);
         const int tile = first + lane % 4;
         if (row >= params.problem.seqlen_q || tile >= TILES) continue;
         Element* target = o + row * params.problem.o_strides.row + tile * 8;

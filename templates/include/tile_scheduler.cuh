@@ -105,7 +105,8 @@ struct PlaceSequence {
     const int slot = turn % SLOTS;
     mbarrier_wait(full + 8 * slot, turn / SLOTS % 2);
     const Vector16 words = load_shared<Vector16>(places + BYTES * slot);
-    return {static_cast<int>(words.word[0]), static_cast<int>(words.word[1]), static_cast<int>(words.word[2]), static_cast<int>(words.word[3])};
+    return {static_cast<int>(words.word[0]), static_cast<int>(words.word[1]), static_cast<int>(words.word[2]),
+            static_cast<int>(words.word[3])};
   }
 };
 

@@ -1,15 +1,11 @@
-// Online softmax on the accumulators of warpgroup products: register i of a lane lies in row i / 2 % 2 of the two rows that the lane shares
-// with three others, and in columns 8 * (i / 4) + i % 2 from the lane's first one.
+// Online softmax on the accumulators of warpgroup products.
 //
 // The maximum is followed lazily: lanes look at their own scores only, and a vote of the warp decides whether rows talk and rescale. That
 // is exact, since the reference need not be the maximum, only near it.
 #pragma once
-#include "numeric.cuh"
+#include "accumulator.cuh"
 
 namespace fg {
-
-FG_DEVICE constexpr int row_of(int i) { return i / 2 % 2; }
-FG_DEVICE constexpr int column_of(int i) { return i / 4 * 8 + i % 2; }
 
 // What a softmax leaves to do, for the two rows of a lane.
 struct SoftmaxResult {

@@ -202,7 +202,7 @@ FG_DEVICE void hide_keys(float (&scores)[SCORES], const ForwardParams& forward, 
   const int column = row + lane % 4 * 2;
   FG_UNROLL
   for (int i = 0; i < SCORES; ++i) {
-    const int r = accumulator_row(i), at = column + accumulator_column(i);
+    const int r = row_of(i), at = column + column_of(i);
     if (at < seen.first[r] || (C::MASK == MASK_WINDOW && at > seen.last[r])) scores[i] = -infinity();
   }
 }

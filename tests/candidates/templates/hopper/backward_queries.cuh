@@ -132,8 +132,8 @@ struct QueryConsumer {
     const VisibleKeys seen[2] = {visible_keys<C>(params.forward, row), visible_keys<C>(params.forward, row + 8)};
     FG_UNROLL
     for (int i = 0; i < Shape::SCORES; ++i) {
-      const int key = column + accumulator_column(i);
-      const VisibleKeys& visible = seen[accumulator_row(i)];
+      const int key = column + column_of(i);
+      const VisibleKeys& visible = seen[row_of(i)];
       if (key > visible.last || (C::MASK == MASK_WINDOW && key < visible.first)) scores[i] = -infinity();
     }
   }
@@ -141,11 +141,11 @@ struct QueryConsumer {
     if (own.needs_mask(tile)) hide(row, tile);
     FG_UNROLL
     for (int i = 0; i < Shape::SCORES; ++i)
-      scores[i] = exp2_approx(fused_multiply_add(scores[i], params.forward.scale_log2, -lse[accumulator_row(i)]));
+      scores[i] = exp2_approx(fused_multiply_add(scores[i], params.forward.scale_log2, -lse[row_of(i)]));
   }
   FG_DEVICE void differentiate() {
     FG_UNROLL
-    for (int i = 0; i < Shape::SCORES; ++i) scores[i] *= weights[i] - delta[accumulator_row(i)];
+    for (int i = 0; i < Shape::SCORES; ++i) scores[i] *= weights[i] - delta[row_of(i)];
   }
   FG_DEVICE void pack_gradients() {
     FG_UNROLL
