@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from table_entries import entry
 from test_bench import SimulatedGpu
 from test_dispatch import FakeBackend
-from test_table import entry
 
 from flashgen import bench, cost, peers, reference, table, table_schema
 from flashgen.device import preset

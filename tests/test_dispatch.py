@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_table import DEVICE, problem
+from table_entries import DEVICE, problem
 
 import flashgen
 from flashgen import dispatch, paths, search, suite, table, table_image, trust

@@ -1,25 +1,20 @@
-"""The search, with simulated kernels: what it proposes, how it fails, stops and resumes, who wins, what enters the table."""
+"""The search, with simulated kernels: how it fails, stops and resumes, who wins, what enters the table."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import random
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
+from simulated_search import H200, PROBLEM, Simulated, bound, failing, luck, tune
 
-from flashgen import cost, device, search, table, timing
+from flashgen import search, table
 from flashgen.errors import (
     CompileError,
     EmptySpace,
@@ -27,144 +22,27 @@ from flashgen.errors import (
     InvalidTable,
     LaunchError,
     MissingDependency,
-    StudyMismatch,
     UnsupportedProblem,
     WorkerLost,
 )
-from flashgen.evaluators import Decision, DeviceEvaluator, RecordedSpace, ReplayEvaluator, Toolchain, outcome_of
+from flashgen.evaluators import Decision, DeviceEvaluator, outcome_of
 from flashgen.model import (
-    Certificate,
-    CompileReport,
-    DeviceLimits,
-    DType,
     ExecutorName,
-    Mask,
     Measurement,
     Outcome,
     Problem,
-    Source,
     Trial,
     Variant,
-    Verdict,
 )
-from flashgen.space import BoundSpace, load_space, parse_space
 from flashgen.strategy import Strategy
-from flashgen.study import RecordedStudy, read_study
+from flashgen.study import read_study
 from flashgen.trials import Event, TrialEnded, run_trials
-
-H200 = device.preset("h200")
-PROBLEM = Problem(DType.FLOAT16, 64, 64, 2, 4, 4, 1024, 1024, Mask.causal())
-RECORDED = Path(__file__).parent / "recorded"
-SIMT = ["simt_forward"]
-SMALL = replace(H200, name="a GPU with little shared memory", shared_bytes_per_cta=20 * 1024, shared_bytes_per_sm=21 * 1024)
-
-
-def luck(variant: Variant, salt: str = "") -> float:
-    """A number in [0, 1) that belongs to the variant."""
-    return int(hashlib.sha256(f"{salt}{variant}".encode()).hexdigest()[:8], 16) / 2**32
-
-
-class Simulated:
-    """An evaluator whose kernels exist in the imagination only. Times are the cost model's, disturbed per variant and family trait."""
-
-    executor = ExecutorName.DEVICE
-    jobs = 4
-    finalists = 5
-
-    def __init__(self, bounds: Sequence[BoundSpace], problem: Problem, limits: DeviceLimits, seed: int) -> None:
-        self.bounds = {bound.space.family: bound for bound in bounds}
-        self.problem, self.seed = problem, seed
-        self.ran: list[Variant] = []
-        self.prepared: list[Variant] = []
-        self.closed = False
-        self.fails: Callable[[int, Variant], Exception | Trial | None] = lambda number, variant: None
-        self.inexact: Callable[[Variant], bool] = lambda variant: False
-        self.noise = 0.0
-        self.text = ""
-        self.interleaved: list[tuple[list[Variant], list[Variant]]] = []
-
-    def true_us(self, variant: Variant) -> float:
-        params = variant.as_dict()
-        trait = 1.0 + 0.4 * (params.get("rows_per_team", 4) != 4) + 0.3 * (params.get("lanes_per_team", 16) != 16)
-        return cost.roofline_us(self.bounds[variant.family], variant) * trait * (1.0 + 0.2 * luck(variant))
-
-    def nvrtc(self) -> str:
-        return "13.0"
-
-    def toolchain(self) -> Toolchain:
-        return Toolchain("13.0", "580.65", "14.2.0")
-
-    def source(self, variant: Variant) -> Source:
-        digest = hashlib.sha256(f"{variant}{self.text}".encode()).hexdigest()
-        return Source(variant.family, self.problem.klass(), variant, "", digest, (), 50)
-
-    def prepare(self, variant: Variant) -> None:
-        self.prepared.append(variant)
-
-    def report(self, variant: Variant) -> CompileReport:
-        return CompileReport("ab" * 32, 128, 0, 0, 0, (), 0.1, "13.0", ("--gpu-architecture=sm_90",))
-
-    def evaluate(self, variant: Variant, best_us: float | None) -> Trial:
-        self.ran.append(variant)
-        failure = self.fails(len(self.ran), variant)
-        if isinstance(failure, BaseException):
-            raise failure
-        if failure is not None:
-            return replace(failure, source_digest=self.source(variant).digest)
-        us = self.true_us(variant)
-        return Trial(variant, Outcome.OK, "", self.measured(us), self.report(variant), self.source(variant).digest)
-
-    def measured(self, us: float) -> Measurement:
-        return Measurement(us, us * 0.99, us * 1.01, 50, 100.0)
-
-    def certify(self, variant: Variant) -> Certificate:
-        verdict = Verdict.INEXACT if self.inexact(variant) else Verdict.EXACT
-        failure = "rising-0: o[0, 0, 3, 1] is off" if verdict is Verdict.INEXACT else ""
-        return Certificate(verdict, "attention-forward/1", "cd" * 32, self.executor, 61, 21, 0.7, "ragged-0", 1e-7, failure)
-
-    def decide(self, finalists: Sequence[Variant], incumbents: Sequence[Variant], trials: dict[Variant, Trial]) -> Decision:
-        self.interleaved.append((list(finalists), list(incumbents)))
-        rng = random.Random(self.seed)
-        samples = {
-            str(variant): [self.true_us(variant) * (1.0 + self.noise * rng.uniform(-1, 1)) for _ in range(20)] for variant in finalists
-        }
-        winner = timing.choose(samples, [str(variant) for variant in incumbents])
-        times = {variant: timing.measurement(samples[str(variant)], 1e9) for variant in finalists}
-        return Decision(next(variant for variant in finalists if str(variant) == winner), times)
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FLASHGEN_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
-
-
-Setup = Callable[[Simulated], None]
-
-
-def tune(
-    setup: Setup = lambda _: None, problem: Problem = PROBLEM, limits: DeviceLimits = H200, **options: Any
-) -> tuple[search.TuneResult, Simulated]:
-    """A search with a simulated evaluator; returns both."""
-    made: list[Simulated] = []
-
-    def make(*arguments: Any) -> Simulated:
-        made.append(Simulated(*arguments))
-        setup(made[0])
-        return made[0]
-
-    options = {"budget": 20, "families": SIMT, "make_evaluator": make} | options
-    return search.tune(problem, limits, **options), made[0]
-
-
-def failing(outcomes: dict[int, Outcome]) -> Setup:
-    def setup(simulated: Simulated) -> None:
-        simulated.fails = lambda number, variant: Trial(variant, outcomes[number], f"trial {number}") if number in outcomes else None
-
-    return setup
 
 
 # ------------------------------------------------------------------------------------------------------------ the straight way
@@ -211,93 +89,6 @@ def test_compilation_runs_ahead_of_measuring() -> None:
     tune(setup, budget=20)
     assert max(ahead) >= 4
     assert min(ahead[:20]) >= 0
-
-
-# ------------------------------------------------------------------------------------------------------------- the strategy
-
-
-def drive(strategy: Strategy, simulated: Simulated, budget: int) -> list[Trial]:
-    return [trial for trial, _ in run_trials(strategy, simulated, None, budget, time.monotonic(), None)]
-
-
-def bound(family: str = "simt_forward", problem: Problem = PROBLEM, limits: DeviceLimits = H200) -> BoundSpace:
-    return load_space(family).bind(problem, limits)
-
-
-def test_a_feasible_set_within_the_budget_is_enumerated_once_and_then_the_search_ends() -> None:
-    spaces = [bound()]
-    strategy, simulated = Strategy(spaces, 10_000, 0), Simulated(spaces, PROBLEM, H200, 0)
-    drive(strategy, simulated, 10_000)
-    assert strategy.sampler == "enumeration"
-    assert sorted(map(str, simulated.ran)) == sorted(map(str, spaces[0].feasible()))
-    assert strategy.next() is None
-
-
-@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.COMPILE_FAILED])
-def test_no_variant_is_proposed_twice_even_if_all_fail(outcome: Outcome) -> None:
-    spaces = [bound(limits=SMALL)]
-    feasible = len(spaces[0].feasible())
-    assert 20 < feasible < 80
-    strategy, simulated = Strategy(spaces, feasible - 1, 1), Simulated(spaces, PROBLEM, H200, 0)
-    if outcome is not Outcome.OK:
-        simulated.fails = lambda number, variant: Trial(variant, outcome)
-    drive(strategy, simulated, feasible + 50)
-    assert strategy.sampler == "tpe"
-    assert len(simulated.ran) == len(set(simulated.ran)) == feasible
-    assert strategy.next() is None
-
-
-def test_seeds_come_first_then_the_cost_models_best() -> None:
-    spaces = [bound()]
-    ranked = sorted(spaces[0].feasible(), key=lambda variant: cost.roofline_us(spaces[0], variant))
-    strategy = Strategy(spaces, 30, 0)
-    proposed = [strategy.next() for _ in range(14)]
-    seeds = spaces[0].seeds()
-    assert proposed[: len(seeds)] == seeds
-    assert proposed[len(seeds) :][:5] == [variant for variant in ranked if variant not in seeds][:5]
-
-
-@pytest.mark.parametrize("in_flight", [1, 8])
-@pytest.mark.parametrize("seed", range(2))
-def test_the_sampler_comes_near_the_optimum_where_the_cost_model_is_wrong(seed: int, in_flight: int) -> None:
-    problem = replace(PROBLEM, head_dim=128, head_dim_v=128)
-    spaces = [bound("ampere_forward", problem)]
-    feasible = spaces[0].feasible()
-    assert len(feasible) > 500
-
-    def hidden_us(variant: Variant) -> float:  # what wins is far from what the model likes
-        params = variant.as_dict()
-        misses = abs(params["block_q"] - 64) / 64 + abs(params["block_kv"] - 32) / 32 + (params["num_stages"] != 2) + params["tile_order"]
-        return 100.0 * (1.0 + 0.25 * misses) * (1.0 + 0.05 * luck(variant))
-
-    simulated = Simulated(spaces, problem, H200, 0)
-    simulated.true_us = hidden_us  # type: ignore[method-assign]
-    strategy = Strategy(spaces, 60, seed)
-    started = time.monotonic()
-    trials = [trial for trial, _ in run_trials(strategy, simulated, None, 60, started, None, in_flight=in_flight)]
-    optimum = min(map(hidden_us, feasible))
-    assert min(trial.measurement.median_us for trial in trials if trial.measurement) <= 1.05 * optimum
-    head = min(hidden_us(variant) for variant in simulated.ran[:13])
-    assert head > 1.2 * optimum, "otherwise the sampler had nothing to do"
-
-
-def test_the_same_seed_and_results_give_the_same_proposals() -> None:
-    def proposals(seed: int) -> list[Variant]:
-        spaces = [bound()]
-        simulated = Simulated(spaces, PROBLEM, H200, 0)
-        drive(Strategy(spaces, 40, seed), simulated, 40)
-        return simulated.ran
-
-    assert proposals(1) == proposals(1)
-    assert proposals(1) != proposals(2)
-
-
-def test_a_family_predicted_hopeless_gets_one_trial() -> None:
-    problem = replace(PROBLEM, head_dim=128, head_dim_v=128, seqlen_q=4096, seqlen_kv=4096)
-    spaces = [bound("ampere_forward", problem), bound("simt_forward", problem)]
-    simulated = Simulated(spaces, problem, H200, 0)
-    drive(Strategy(spaces, 30, 0), simulated, 30)
-    assert sum(variant.family == "simt_forward" for variant in simulated.ran) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------------ failures
@@ -594,7 +385,9 @@ def test_an_unusable_table_entry_is_no_incumbent() -> None:
 
 SLOW = """
 import sys, time
-from tests.test_search import *
+from flashgen import search
+from flashgen.trials import TrialEnded
+from tests.simulated_search import H200, PROBLEM, SIMT, Simulated
 class Slow(Simulated):
     def evaluate(self, variant, best_us):
         trial = super().evaluate(variant, best_us)
@@ -624,62 +417,3 @@ def test_a_signal_ends_the_search_within_two_seconds_and_loses_no_trial(home: Pa
     kept = [str(trial.variant) for trial in read_study(path).trials]
     assert kept[: len(told)] == told
     assert len(kept) <= len(told) + 1
-
-
-# ------------------------------------------------------------------------------------------------------------------- replay
-
-
-@dataclass
-class Replay:
-    """A recorded study with the search-space files that it was recorded with."""
-
-    folder: Path
-
-    @cached_property
-    def study(self) -> RecordedStudy:
-        return read_study(self.folder / "study.jsonl")
-
-    def space(self, *, seeds: bool) -> RecordedSpace:
-        file = self.folder / "ampere_forward.yaml"
-        return RecordedSpace(parse_space(file.read_text(), str(file)), self.study, seeds=seeds)
-
-    def best_of(self, strategy: Strategy, budget: int) -> float:
-        """Best time found with that many trials over the best of the recording."""
-        runner = ReplayEvaluator(self.study)
-        trials = [trial for trial, _ in run_trials(strategy, runner, None, budget, time.monotonic(), None)]
-        return min(trial.measurement.median_us for trial in trials if trial.measurement) / runner.best_us
-
-
-STUDIES = sorted(path.parent for path in RECORDED.glob("*/study.jsonl"))
-
-
-def test_there_is_a_study_recorded_on_a_gpu() -> None:
-    assert any(Replay(folder).study.header.executor is ExecutorName.DEVICE for folder in STUDIES)
-
-
-@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
-def test_the_sampler_alone_beats_chance_on_real_times(folder: Path) -> None:
-    """Seeds are hidden and the cost model is blind: what is left is the sampler."""
-    replay, budget = Replay(folder), 40
-    space = replay.space(seeds=False)
-    found = [replay.best_of(Strategy([space], budget, seed, cost=lambda bound, variant: 1.0), budget) for seed in range(6)]
-    runner, feasible = ReplayEvaluator(replay.study), space.feasible()
-    times = {trial.variant: trial.measurement.median_us / runner.best_us for trial in runner.recorded.values() if trial.measurement}
-    drawn = [min(times.get(variant, 9.0) for variant in random.Random(seed).sample(feasible, budget)) for seed in range(200)]
-    assert median(found) <= 1.01, found
-    assert median(found) < median(drawn)
-
-
-@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
-@pytest.mark.parametrize("seeds", [True, False], ids=["with seeds", "without seeds"])
-def test_seeds_or_the_cost_model_find_the_best_of_a_recorded_study_early(folder: Path, seeds: bool) -> None:
-    replay = Replay(folder)
-    assert replay.best_of(Strategy([replay.space(seeds=seeds)], 20, 0), 20) <= 1.02
-
-
-def test_a_study_of_another_space_is_refused(tmp_path: Path) -> None:
-    shutil.copytree(STUDIES[0], tmp_path / "copy")
-    file = tmp_path / "copy" / "ampere_forward.yaml"
-    file.write_text(file.read_text().replace("seeds:", "seeds:\n", 1).replace("block_q", "block_r"))
-    with pytest.raises(StudyMismatch, match="another ampere_forward space"):
-        Replay(tmp_path / "copy").space(seeds=True)

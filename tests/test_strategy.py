@@ -1,0 +1,165 @@
+"""What the search proposes: with simulated kernels, and on times recorded on a GPU."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+
+import pytest
+from simulated_search import H200, PROBLEM, RECORDED, SMALL, Simulated, bound, drive, luck
+
+from flashgen import cost
+from flashgen.errors import (
+    StudyMismatch,
+)
+from flashgen.evaluators import RecordedSpace, ReplayEvaluator
+from flashgen.model import (
+    ExecutorName,
+    Outcome,
+    Trial,
+    Variant,
+)
+from flashgen.space import parse_space
+from flashgen.strategy import Strategy
+from flashgen.study import RecordedStudy, read_study
+from flashgen.trials import run_trials
+
+
+def test_a_feasible_set_within_the_budget_is_enumerated_once_and_then_the_search_ends() -> None:
+    spaces = [bound()]
+    strategy, simulated = Strategy(spaces, 10_000, 0), Simulated(spaces, PROBLEM, H200, 0)
+    drive(strategy, simulated, 10_000)
+    assert strategy.sampler == "enumeration"
+    assert sorted(map(str, simulated.ran)) == sorted(map(str, spaces[0].feasible()))
+    assert strategy.next() is None
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.COMPILE_FAILED])
+def test_no_variant_is_proposed_twice_even_if_all_fail(outcome: Outcome) -> None:
+    spaces = [bound(limits=SMALL)]
+    feasible = len(spaces[0].feasible())
+    assert 20 < feasible < 80
+    strategy, simulated = Strategy(spaces, feasible - 1, 1), Simulated(spaces, PROBLEM, H200, 0)
+    if outcome is not Outcome.OK:
+        simulated.fails = lambda number, variant: Trial(variant, outcome)
+    drive(strategy, simulated, feasible + 50)
+    assert strategy.sampler == "tpe"
+    assert len(simulated.ran) == len(set(simulated.ran)) == feasible
+    assert strategy.next() is None
+
+
+def test_seeds_come_first_then_the_cost_models_best() -> None:
+    spaces = [bound()]
+    ranked = sorted(spaces[0].feasible(), key=lambda variant: cost.roofline_us(spaces[0], variant))
+    strategy = Strategy(spaces, 30, 0)
+    proposed = [strategy.next() for _ in range(14)]
+    seeds = spaces[0].seeds()
+    assert proposed[: len(seeds)] == seeds
+    assert proposed[len(seeds) :][:5] == [variant for variant in ranked if variant not in seeds][:5]
+
+
+@pytest.mark.parametrize("in_flight", [1, 8])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_sampler_comes_near_the_optimum_where_the_cost_model_is_wrong(seed: int, in_flight: int) -> None:
+    problem = replace(PROBLEM, head_dim=128, head_dim_v=128)
+    spaces = [bound("ampere_forward", problem)]
+    feasible = spaces[0].feasible()
+    assert len(feasible) > 500
+
+    def hidden_us(variant: Variant) -> float:  # what wins is far from what the model likes
+        params = variant.as_dict()
+        misses = abs(params["block_q"] - 64) / 64 + abs(params["block_kv"] - 32) / 32 + (params["num_stages"] != 2) + params["tile_order"]
+        return 100.0 * (1.0 + 0.25 * misses) * (1.0 + 0.05 * luck(variant))
+
+    simulated = Simulated(spaces, problem, H200, 0)
+    simulated.true_us = hidden_us  # type: ignore[method-assign]
+    strategy = Strategy(spaces, 60, seed)
+    started = time.monotonic()
+    trials = [trial for trial, _ in run_trials(strategy, simulated, None, 60, started, None, in_flight=in_flight)]
+    optimum = min(map(hidden_us, feasible))
+    assert min(trial.measurement.median_us for trial in trials if trial.measurement) <= 1.05 * optimum
+    head = min(hidden_us(variant) for variant in simulated.ran[:13])
+    assert head > 1.2 * optimum, "otherwise the sampler had nothing to do"
+
+
+def test_the_same_seed_and_results_give_the_same_proposals() -> None:
+    def proposals(seed: int) -> list[Variant]:
+        spaces = [bound()]
+        simulated = Simulated(spaces, PROBLEM, H200, 0)
+        drive(Strategy(spaces, 40, seed), simulated, 40)
+        return simulated.ran
+
+    assert proposals(1) == proposals(1)
+    assert proposals(1) != proposals(2)
+
+
+def test_a_family_predicted_hopeless_gets_one_trial() -> None:
+    problem = replace(PROBLEM, head_dim=128, head_dim_v=128, seqlen_q=4096, seqlen_kv=4096)
+    spaces = [bound("ampere_forward", problem), bound("simt_forward", problem)]
+    simulated = Simulated(spaces, problem, H200, 0)
+    drive(Strategy(spaces, 30, 0), simulated, 30)
+    assert sum(variant.family == "simt_forward" for variant in simulated.ran) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------------- replay
+
+
+@dataclass
+class Replay:
+    """A recorded study with the search-space files that it was recorded with."""
+
+    folder: Path
+
+    @cached_property
+    def study(self) -> RecordedStudy:
+        return read_study(self.folder / "study.jsonl")
+
+    def space(self, *, seeds: bool) -> RecordedSpace:
+        file = self.folder / "ampere_forward.yaml"
+        return RecordedSpace(parse_space(file.read_text(), str(file)), self.study, seeds=seeds)
+
+    def best_of(self, strategy: Strategy, budget: int) -> float:
+        """Best time found with that many trials over the best of the recording."""
+        runner = ReplayEvaluator(self.study)
+        trials = [trial for trial, _ in run_trials(strategy, runner, None, budget, time.monotonic(), None)]
+        return min(trial.measurement.median_us for trial in trials if trial.measurement) / runner.best_us
+
+
+STUDIES = sorted(path.parent for path in RECORDED.glob("*/study.jsonl"))
+
+
+def test_there_is_a_study_recorded_on_a_gpu() -> None:
+    assert any(Replay(folder).study.header.executor is ExecutorName.DEVICE for folder in STUDIES)
+
+
+@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
+def test_the_sampler_alone_beats_chance_on_real_times(folder: Path) -> None:
+    """Seeds are hidden and the cost model is blind: what is left is the sampler."""
+    replay, budget = Replay(folder), 40
+    space = replay.space(seeds=False)
+    found = [replay.best_of(Strategy([space], budget, seed, cost=lambda bound, variant: 1.0), budget) for seed in range(6)]
+    runner, feasible = ReplayEvaluator(replay.study), space.feasible()
+    times = {trial.variant: trial.measurement.median_us / runner.best_us for trial in runner.recorded.values() if trial.measurement}
+    drawn = [min(times.get(variant, 9.0) for variant in random.Random(seed).sample(feasible, budget)) for seed in range(200)]
+    assert median(found) <= 1.01, found
+    assert median(found) < median(drawn)
+
+
+@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("seeds", [True, False], ids=["with seeds", "without seeds"])
+def test_seeds_or_the_cost_model_find_the_best_of_a_recorded_study_early(folder: Path, seeds: bool) -> None:
+    replay = Replay(folder)
+    assert replay.best_of(Strategy([replay.space(seeds=seeds)], 20, 0), 20) <= 1.02
+
+
+def test_a_study_of_another_space_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(STUDIES[0], tmp_path / "copy")
+    file = tmp_path / "copy" / "ampere_forward.yaml"
+    file.write_text(file.read_text().replace("seeds:", "seeds:\n", 1).replace("block_q", "block_r"))
+    with pytest.raises(StudyMismatch, match="another ampere_forward space"):
+        Replay(tmp_path / "copy").space(seeds=True)
