@@ -254,7 +254,8 @@ class EmulatedBackend:
         return gate.quick(self._executor, space, loaded.source, problem, 0)
 
     def prepare(self, loaded: Loaded, problem: Problem, grids: Sequence[int], scale: float, strides: Sequence[Strides]) -> Launch:
-        """A launch runs to its end, and raises EmulationFault too."""
+        """A launch runs to its end, and raises EmulationFault too. Strides that a device would refuse are refused here."""
+        ParameterBlocks(loaded.source, forward_template(problem, scale, strides), problem, self.name)
 
         def launch_once(q: int, k: int, v: int, o: int, lse: int, workspace: int, stream: int) -> None:
             operands = tuple(Operand(address, each) for address, each in zip((q, k, v, o), strides, strict=True))
@@ -266,6 +267,7 @@ class EmulatedBackend:
         self, loaded: Loaded, problem: Problem, grids: Sequence[int], scale: float, strides: Sequence[Strides]
     ) -> BackwardLaunch:
         """The same for a backward call."""
+        ParameterBlocks(loaded.source, gradient_template(problem, scale, strides), problem, self.name)
 
         def launch_once(addresses: Mapping[str, int], stream: int) -> None:
             at = {name: Operand(addresses[name], each) for name, each in zip(GRADIENT_OPERANDS, strides, strict=True)}

@@ -75,10 +75,9 @@ class Plan:
     """What one combination of shapes, strides and options needs at each call."""
 
     problem: Problem
-    launch: Callable[..., None]
+    launch: Callable[..., None] | None  # None: no tensor map describes these strides, so copies are read, which have a plan of their own
     workspace_bytes: int
-    mapped: bool  # reads through tensor maps, which want aligned rows and no repeated ones
-    fits: bool  # the strides are such; addresses are looked at in every call
+    mapped: bool  # reads through tensor maps, which want aligned rows: addresses are looked at in every call
 
 
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,11 +94,13 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> 
         served = dispatcher.serve(problem, strict=options.strict, stream=stream)
     o, lse = outputs(q, k, v)
     if plan is None:
-        prepared = dispatcher.prepare(served, options.scale, *(strides_of(each) for each in (q, k, v, o)))
-        plan = Plan(problem, prepared, served.workspace_bytes, served.mapped, all(strides_fit_maps(each) for each in (q, k, v)))
+        prepared = None
+        if not served.mapped or all(strides_fit_maps(each) for each in (q, k, v)):
+            prepared = dispatcher.prepare(served, options.scale, *(strides_of(each) for each in (q, k, v, o)))
+        plan = Plan(problem, prepared, served.workspace_bytes, served.mapped)
         dispatcher.keep(key, plan)
     at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    if plan.mapped and not (plan.fits and (at_q | at_k | at_v) % VECTOR_BYTES == 0):
+    if plan.launch is None or (plan.mapped and (at_q | at_k | at_v) % VECTOR_BYTES):
         q, k, v = (each if mappable(each) else each.clone(memory_format=torch.contiguous_format) for each in (q, k, v))
         return run(q, k, v, options)
     # A workspace may be freed as soon as the launch is enqueued: its memory is reused in stream order only.

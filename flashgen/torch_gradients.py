@@ -12,17 +12,17 @@ from flashgen.backends import GRADIENT_OPERANDS
 from flashgen.dispatch import Answer, Dispatcher
 from flashgen.errors import UnsupportedProblem
 from flashgen.model import Op, Problem
-from flashgen.torch_tensors import Options, dispatcher_of, mappable, problem_of, stream_of, strides_of, unit_stride
+from flashgen.torch_tensors import Options, dispatcher_of, mappable, problem_of, stream_of, strides_fit_maps, strides_of, unit_stride
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one combination of shapes, strides and options needs at each call; no launch: torch computes it."""
+    """What one combination of shapes, strides and options needs at each call."""
 
     problem: Problem
-    launch: Callable[..., None] | None
+    launch: Callable[..., None] | None  # None: torch computes it or, if `mapped`, no tensor map describes these strides: copies are read
     workspace_bytes: int = 0
     mapped: bool = False
 
@@ -98,5 +98,7 @@ def _plan(
         served = dispatcher.serve(problem, strict=options.strict, stream=stream_of(inputs[0]))
     except UnsupportedProblem:
         return Plan(problem, None)
-    prepared = dispatcher.prepare_backward(served, options.scale, [strides_of(each) for each in (*inputs, *results)])
+    prepared = None
+    if not served.mapped or all(strides_fit_maps(each) for each in inputs):
+        prepared = dispatcher.prepare_backward(served, options.scale, [strides_of(each) for each in (*inputs, *results)])
     return Plan(problem, prepared, served.workspace_bytes, served.mapped)

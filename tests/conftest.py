@@ -81,3 +81,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         good, bad = (sum("test_mutations.py" in name and mark in name for name in ran[outcome]) for outcome in ("passed", "failed"))
         if good + bad:
             terminalreporter.write_line(f"mutation suite: {words}: {good} / {good + bad}")
+
+
+@pytest.fixture
+def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No table comes with the package: for tests whose answer would change with every table that is shipped."""
+    from flashgen import paths
+
+    empty = tmp_path / "no tables"
+    empty.mkdir()
+    monkeypatch.setattr(paths, "shipped_tables", lambda: empty)

@@ -557,7 +557,7 @@ def test_another_gpu_than_the_present_one_is_predicted_for_and_said_so() -> None
     assert options.target_of("auto", "emulated").predicted
 
 
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("gpu", "nothing_shipped")
 def test_bench_times_the_measured_entries_of_the_device_with_geomeans(home: Path, capsys: Captured) -> None:
     entry = found_on_device(home / "t.yaml").entry
     assert entry is not None
@@ -577,7 +577,8 @@ def test_bench_fails_where_no_entry_serves(capsys: Captured) -> None:
     assert "no table entry serves it" in capsys.readouterr().err
 
 
-def test_predicted_entries_are_not_benchmarked(gpu: None, home: Path, capsys: Captured) -> None:
+@pytest.mark.usefixtures("gpu", "nothing_shipped")
+def test_predicted_entries_are_not_benchmarked(home: Path, capsys: Captured) -> None:
     entry = found_on_device(home / "t.yaml").entry
     assert entry is not None
     guess = replace(entry, measurement=Measurement(800.0, 800.0, 800.0, 0, 300.0, "predicted"))

@@ -478,6 +478,7 @@ def test_a_proof_belongs_to_device_binary_and_suite(home: Path, monkeypatch: pyt
         assert len(backend.proofs) == 1
 
 
+@pytest.mark.usefixtures("nothing_shipped")
 def test_look_up_and_tuning_are_functions_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dispatcher = Dispatcher(FakeBackend())
     monkeypatch.setattr(dispatch, "_emulated", dispatcher)

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
 
 import flashgen  # noqa: E402
-from flashgen import recompute, torch_face  # noqa: E402
+from flashgen import dispatch, recompute, torch_face, untuned  # noqa: E402
 from flashgen.errors import InvalidProblem, UnsupportedProblem, UntunedProblem  # noqa: E402
 from flashgen.model import Alignment, Mask  # noqa: E402
 from flashgen.testing import emulated  # noqa: E402
@@ -117,6 +117,19 @@ def test_any_strides_give_the_bits_and_gradients_of_contiguous_copies(layout: st
     assert torch.equal(found, wanted)
     left, right = torch.autograd.grad(found.float().square().sum(), views), torch.autograd.grad(wanted.float().square().sum(), plain)
     assert all(one.shape == other.shape and torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_kernel_that_reads_through_tensor_maps_takes_them_all_too(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_hopper(*about: Any) -> list[Any]:
+        return [pair for pair in untuned.fallbacks(*about) if pair[1].family == "hopper_forward"]
+
+    monkeypatch.setattr(dispatch, "fallbacks", of_hopper)
+    with emulated("h200", tables=[]):
+        plain, views = [each.contiguous().clone() for each in strided(layout)], strided(layout)
+        assert flashgen.explain(*views, causal=True).variant.family == "hopper_forward"
+        wanted = flashgen.attention(*plain, causal=True)
+        assert all(torch.equal(flashgen.attention(*views, causal=True), wanted) for _ in range(2))  # the second time by a known plan
 
 
 def test_empty_batches_and_lengths_have_results_of_the_right_shape() -> None:
@@ -383,8 +396,6 @@ def test_a_bad_argument_is_named_with_rule_and_value(arguments: tuple[Any, ...],
 
 
 def test_cpu_tensors_are_refused_by_name_outside_the_emulation() -> None:
-    from flashgen import dispatch
-
     before = dispatch.set_emulated(None)
     try:
         with pytest.raises(UnsupportedProblem, match="q must be on a CUDA device; got cpu"):

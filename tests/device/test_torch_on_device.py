@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -314,26 +315,23 @@ def test_a_llama_model_agrees_with_sdpa_and_prefills_as_fast(capsys: pytest.Capt
         vocab_size=1024, hidden_size=4096, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=8,
         max_position_embeddings=16384,
     )  # fmt: skip
-    models = {}
-    for name in ("sdpa", "flashgen"):
-        torch.manual_seed(0)
-        made = transformers.LlamaForCausalLM._from_config(transformers.LlamaConfig(**config), attn_implementation=name)
-        models[name] = made.to("cuda", torch.bfloat16).eval()
-    models["flashgen"].load_state_dict(models["sdpa"].state_dict())
+    torch.manual_seed(0)
+    made = transformers.LlamaForCausalLM._from_config(transformers.LlamaConfig(**config), attn_implementation="sdpa")
+    made.model.embed_tokens.weight.data *= 50  # as in trained models the stream is more than its newest update: fewer near ties
+    models = {"sdpa": made.to("cuda", torch.bfloat16).eval(), "flashgen": copy.deepcopy(made)}
+    models["flashgen"].set_attn_implementation("flashgen")
+    wide = copy.deepcopy(made).float()  # its buffers too are what bfloat16 left of them
     ids = torch.randint(0, 1024, (1, 8192), device="cuda")
     head = dict(head_dim=128, head_dim_v=128, batch=1, heads_q=32, heads_kv=8, seqlen_q=8192, seqlen_kv=8192)
     flashgen.tune(Problem(DType.BFLOAT16, **head, mask=Mask.causal()), budget=30)
     with torch.no_grad():
         short = ids[:, :512]
-        logits = {name: model(short).logits.float() for name, model in models.items()}
-        wide = transformers.LlamaForCausalLM._from_config(transformers.LlamaConfig(**config), attn_implementation="sdpa")
-        wide.load_state_dict(models["sdpa"].state_dict())
-        right = wide.to("cuda", torch.float32).eval()(short).logits
+        logits, right = {name: model(short).logits.float() for name, model in models.items()}, wide(short).logits
         errors = {name: float((each - right).abs().max()) for name, each in logits.items()}
-        tokens = {
-            name: model.generate(short[:, :64], max_new_tokens=128, min_new_tokens=128, do_sample=False) for name, model in models.items()
-        }
-        truth = wide.generate(short[:, :64], max_new_tokens=128, min_new_tokens=128, do_sample=False)
+        greedy = dict(max_new_tokens=128, min_new_tokens=128, do_sample=False)
+        tokens = {name: model.generate(short[:, :64], **greedy)[0, 64:] for name, model in (models | {"float32": wide}).items()}
+        along = torch.cat((short[0, :64], tokens["float32"]))[None]
+        steps = {name: model(along).logits[0, 63:-1].float() for name, model in (models | {"float32": wide}).items()}
         times: dict[str, list[float]] = {name: [] for name in models}
         for _ in range(12):
             for name, model in models.items():
@@ -349,16 +347,21 @@ def test_a_llama_model_agrees_with_sdpa_and_prefills_as_fast(capsys: pytest.Capt
         gradients[name] = torch.cat([each.grad.float().flatten() for each in model.parameters()])
     apart = float((gradients["flashgen"] - gradients["sdpa"]).norm() / gradients["sdpa"].norm())
     medians = {name: sorted(each)[len(each) // 2] * 1e3 for name, each in times.items()}
+    # Where the two best logits of float32 lie closer than bfloat16 errs, no bfloat16 computation knows which is greater.
+    best = steps["float32"].topk(2).values
+    decided = best[:, 0] - best[:, 1] > 2 * (steps["sdpa"] - steps["float32"]).abs().amax(-1)
+    same = {name: each.argmax(-1) == tokens["float32"] for name, each in steps.items()}
+    alike = (tokens["flashgen"] == tokens["float32"]).long().cumprod(-1).sum().item()
     record = {
         "logit_errors_to_fp32": errors, "prefill_8192_ms": medians, "gradient_distance": apart,
-        "same_tokens": int((tokens["sdpa"] == tokens["flashgen"]).sum()),
-        "as_fp32": {n: int((t == truth).sum()) for n, t in tokens.items()},
+        "decided by float32": int(decided.sum()), "as float32": {name: int(each.sum()) for name, each in same.items()},
+        "generated alike before the first difference": alike,
     }  # fmt: skip
     with capsys.disabled():
         print("\nllama:", json.dumps(record))
     assert errors["flashgen"] <= 2 * errors["sdpa"] and apart < 0.05
-    agreed = (tokens["sdpa"] == truth).long().cumprod(-1).bool()
-    assert (tokens["flashgen"] == truth)[agreed].float().mean() > 0.95
+    assert decided.sum() >= 64 and same["flashgen"][decided].all()
+    assert alike == 128 or not decided[alike]
     assert medians["flashgen"] <= 1.02 * medians["sdpa"]
 
 
@@ -416,7 +419,10 @@ def test_a_warm_call_costs_the_host_at_most_twice_what_sdpa_costs(capsys: pytest
         replay = {name: host_us(lambda graph=graph: (graph.replay(), torch.cuda.synchronize()), 20, 5) for name, graph in graphs.items()}
         compiled = {name: host_us(torch.compile(call)) for name, call in (("flashgen", ours), ("sdpa", theirs))}
     dispatcher = dispatch.for_device(0)
-    plan = next(iter(dispatcher.plans.values()))
+    before = set(dispatcher.plans)
+    flashgen.attention(q[:, :7], k[:, :7], v[:, :7])  # a plan of its own, which is known by being new
+    (plan,) = (each for key, each in dispatcher.plans.items() if key not in before)
+    q, k, v = q[:, :7], k[:, :7], v[:, :7]
     o, lse = torch_face.outputs(q, k, v)
     steps = {
         "checks": lambda: torch_face.check_tensors(q, k, v),
