@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,15 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from sdpa_calls import calls, compare_with_math  # noqa: E402
 
 from flashgen import compat, sdpa_registry  # noqa: E402
 from flashgen.errors import InvalidProblem, UnsupportedProblem  # noqa: E402
 from flashgen.testing import emulated  # noqa: E402
 
 pytestmark = [pytest.mark.emulated, pytest.mark.filterwarnings("ignore::flashgen.errors.UntunedProblemWarning")]
-BOUND = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,43 +25,15 @@ def _emulated() -> Iterator[None]:
         yield
 
 
-@st.composite
-def calls(draw: Any, dims: tuple[int, ...]) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Operands and options that torch's SDPA takes."""
-    dtype = draw(st.sampled_from(list(BOUND)))
-    heads_kv, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    lead = draw(st.sampled_from([(), (1,), (2,), (2, 1)]))
-    rows, keys = draw(st.integers(1, 40)), draw(st.integers(1, 40))
-    dim, dim_v = (draw(st.sampled_from(dims)) for _ in range(2))
-    torch.manual_seed(draw(st.integers(0, 99)))
-    shapes = ((heads_kv * group, rows, dim), (heads_kv, keys, dim), (heads_kv, keys, dim_v))
-    options: dict[str, Any] = {"is_causal": draw(st.booleans()), "scale": draw(st.sampled_from([None, 0.3, 2.0]))}
-    if group > 1 or draw(st.booleans()):
-        options["enable_gqa"] = True
-    tensors = [torch.randn(*lead, *shape).to(dtype) for shape in shapes]
-    if draw(st.booleans()):
-        tensors = [each.transpose(-3, -2).contiguous().transpose(-3, -2) for each in tensors]
-    return tensors, options
-
-
-def compare_with_math(tensors: list[torch.Tensor], options: dict[str, Any]) -> None:
-    found = compat.scaled_dot_product_attention(*tensors, **options)
-    with sdpa_kernel(SDPBackend.MATH):
-        right = torch.nn.functional.scaled_dot_product_attention(*(each.double() for each in tensors), **options)
-    assert found.shape == right.shape and found.dtype == tensors[0].dtype
-    bound = BOUND[found.dtype] * max(1.0, float(right.abs().max()))
-    assert float((found.double() - right).abs().max()) <= bound
-
-
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(calls((16,)))
+@given(calls(((16, 16),)))
 def test_sdpa_is_torchs_own_function_over_all_options(call: tuple[list[torch.Tensor], dict[str, Any]]) -> None:
     compare_with_math(*call)
 
 
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(calls((8, 16, 40)))
+@given(calls(tuple(itertools.product((8, 16, 40), repeat=2))))
 def test_sdpa_is_torchs_own_function_over_all_options_and_head_dims(call: tuple[list[torch.Tensor], dict[str, Any]]) -> None:
     compare_with_math(*call)
 

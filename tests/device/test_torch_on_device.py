@@ -18,6 +18,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
 
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from sdpa_calls import calls, compare_with_math  # noqa: E402
+
 import flashgen  # noqa: E402
 from flashgen import compat, dispatch, torch_face  # noqa: E402
 from flashgen.errors import InvalidProblem, LaunchError  # noqa: E402
@@ -282,6 +285,12 @@ def test_sdpa_drop_in_is_torchs_math_backend(causal: bool, gqa: bool, rows: int,
     right = math64(q, k, v, is_causal=causal)
     found = compat.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
     assert float((found.double() - right).abs().max()) <= 2 * (plain_error(q, k, v, right, is_causal=causal) + ulp(right, q.dtype))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(calls(((64, 64), (128, 128)), longest=300, device="cuda"))
+def test_sdpa_drop_in_is_torchs_own_function_over_all_options(call: tuple[list[torch.Tensor], dict[str, Any]]) -> None:
+    compare_with_math(*call)
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="this torch has no registry")
