@@ -1,18 +1,21 @@
 """Runs flash-attention's own forward tests against `flashgen.compat.flash_attn_func`, and says what was left out and why.
 
-    python tests/device/flash_attention_suite.py PATH/TO/test_flash_attn.py [--sample N] [--processes N] [options of pytest]
+    python tests/device/flash_attention_suite.py PATH/TO/test_flash_attn.py [--sample N] [--processes N] [--seconds N] [pytest's]
 
 The test file is obtained beforehand (it needs einops) and is no part of this project. Only `test_flash_attn_output` is in scope: one call
 of `flash_attn_func` and its gradients. `--sample N` runs every N-th test of what is in scope; `--processes N` shares head dims and types
-among N processes, so that each kernel is compiled and certified by one of them, and adds up what they say.
+among N processes, so that each kernel is compiled and certified by one of them, and adds up what they say. `--seconds N` starts no test
+later than that; the order is random, always the same.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import re
 import subprocess
 import sys
+import time
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -63,8 +66,8 @@ def install() -> None:
 class Scope:
     """The pytest plugin that leaves tests out, before they are collected, and counts them by reason."""
 
-    def __init__(self, every: int, shard: int, shards: int) -> None:
-        self.every, self.shard, self.shards = every, shard, shards
+    def __init__(self, every: int, shard: int, shards: int, seconds: float) -> None:
+        self.every, self.shard, self.shards, self.ends = every, shard, shards, time.monotonic() + seconds
         self.left_out: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
         self.in_scope = 0
@@ -107,10 +110,16 @@ class Scope:
                 kept.append(item)
         if self.in_scope > len(kept):
             self.left_out[f"not in the sample of every {self.every}th"] += self.in_scope - len(kept)
+        random.Random(0).shuffle(kept)
         items[:] = kept
 
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if time.monotonic() > self.ends:
+            self.left_out["no time left"] += 1
+            pytest.skip("no time left")
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or report.failed:
+        if report.when == "call" or report.failed:  # what was left out is skipped in its set-up
             self.outcomes[report.outcome] += 1
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -158,8 +167,9 @@ def main(arguments: list[str]) -> int:
     if processes > 1:
         return side_by_side(processes, arguments)
     every, (shard, shards) = int(option(arguments, "--sample") or 1), (option(arguments, "--shard") or "0/1").split("/")
+    seconds = float(option(arguments, "--seconds") or "inf")
     install()
-    plugins = [Scope(every, int(shard), int(shards))]
+    plugins = [Scope(every, int(shard), int(shards), seconds)]
     return int(pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", "/", *arguments], plugins=plugins))
 
 
