@@ -6,7 +6,7 @@ from __future__ import annotations
 from flashgen.model import Mask
 
 NONE, CAUSAL, WINDOW = Mask(), Mask.causal(), Mask.window(-1, -1)
-SPLIT, OVERLAPPED, SERIAL, ORDERED = "split", "overlapped", "serial", "ordered"
+SPLIT, OVERLAPPED, SERIAL, ORDERED, CLOSING = "split", "overlapped", "serial", "ordered", "closing"
 
 # fmt: off
 FAULTS = (
@@ -50,6 +50,13 @@ FAULTS = (
     ("the exponentials do not wait for the scores", "product_wait<2>(scores); this->exponentiate", "this->exponentiate", NONE, OVERLAPPED),
     ("the counter is drawn once too often", "static_cast<u32>(tiles - 1))", "static_cast<u32>(tiles))", NONE, SPLIT),
     ("dq is stored with the strides of q", "const GradientHead<Element> dq(params.dq, params.dq_strides, place.batch, place.head,", "const GradientHead<Element> dq(params.dq, params.forward.q_strides, place.batch, place.head,", NONE, SPLIT),
+    ("a block is rounded a tile early", "tiles_of_block<C>(params.forward, blocks.walk.block) - 1);", "tiles_of_block<C>(params.forward, blocks.walk.block) - 2);", NONE, CLOSING),
+    ("counts start as they are", "store_global(counts + index, 0u);", "", NONE, CLOSING),
+    ("dq of rows that see nothing is left as it is", "if (tiles_of_block<C>(forward, block) > 0) continue;", "continue;", CAUSAL, CLOSING),
+    ("a block is counted before it is added to", "mbarrier_wait(Base::added_full(shared, exchange), exchange / 2 % 2);", "", NONE, CLOSING),
+    ("rounded rows are written before all lanes have read the last ones", "warp_sync(); store_matrix_x4_transposed(place(", "store_matrix_x4_transposed(place(", NONE, CLOSING),
+    ("columns past the last of a closed block are stored", "dq.rows && own_column < C::HEAD_DIM) dq", "dq.rows && own_column < C::HEAD_DIM + 8) dq", NONE, "wide and closing"),
+    ("dq of a closed block lacks the scale", "float_from_bits(pair[0]) * params.scale, float", "float_from_bits(pair[0]), float", NONE, CLOSING),
 )
 
 # Of sums in turn; judged by their bits, too.

@@ -23,15 +23,17 @@ from flashgen.space import BoundSpace
 FEW_SMS = replace(preset("h200"), sm_count=3)  # several tiles per CTA already in small problems
 SPLIT = {
     "fused": False, "block_q": 32, "num_stages": 3, "key_stages": 1, "block_kv": 32, "kv_stages": 2, "order": 0, "turned": False,
-    "direct": False, "ordered": False, "ping_pong": False, "keys_in_registers": False, "keys_from_shared": False, "rotate": False,
-    "pin": False, "head_section": 1,
+    "direct": False, "ordered": False, "closing": False, "ping_pong": False, "keys_in_registers": False, "keys_from_shared": False,
+    "rotate": False, "pin": False, "head_section": 1,
 }  # fmt: skip
 OVERLAPPED = SPLIT | {"fused": True, "block_q": 64, "num_stages": 2, "block_kv": 64, "ping_pong": True}
 SERIAL = SPLIT | {"fused": True, "num_stages": 2, "block_kv": 64, "order": 1, "turned": True}
+CLOSING = SERIAL | {"direct": True, "closing": True}
 ORDERED = SERIAL | {"ordered": True, "head_section": 4}
 VARIANTS = {
     faults.SPLIT: (SPLIT, (64, 64)), faults.OVERLAPPED: (OVERLAPPED, (64, 64)), faults.SERIAL: (SERIAL, (128, 128)),
-    faults.ORDERED: (ORDERED, (64, 64)), "overlapped in turn": (OVERLAPPED | {"ordered": True}, (64, 64)),
+    faults.ORDERED: (ORDERED, (64, 64)), faults.CLOSING: (CLOSING, (64, 64)), "wide and closing": (CLOSING | {"block_q": 80}, (80, 72)),
+    "overlapped in turn": (OVERLAPPED | {"ordered": True}, (64, 64)),
 }  # fmt: skip
 SLOW = pytest.mark.slow
 

@@ -1,16 +1,20 @@
 """First contact of a backward family on trial with a GPU: gradients judged case by case, then times beside other libraries, in one process.
 
-    python tests/device/trial_backward.py OUT.json [VARIANTS] [HEAD_DIM …]
+    python tests/device/trial_backward.py OUT.json [--variants N] [--head-dims D …] [--lengths S …] [--peers NAME …] [--seconds LIMIT]
 
-For each head dim and mask the seeds and a random sample of VARIANTS feasible variants are compiled side by side and run on cases around
-their tile edges; everything exact is timed, interleaved with the peers that are installed, through the same tensors. OUT.json is written
-again after every problem; nothing is written to a table.
+FlashAttention 4 is compiled for all head dims and masks by processes of their own while the first variants are built, into a store on disk
+that this process reads later. For each head dim and mask the seeds and a random sample of N feasible variants are compiled side by side and
+run on cases around their tile edges; everything exact is timed, interleaved with the peers that are asked for and installed, through the
+same tensors. OUT.json is written again after every problem; nothing is written to a table. After --seconds no further problem is begun.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -40,6 +44,7 @@ from flashgen.space import BoundSpace
 
 HEAD_DIMS, MASKS, LENGTHS = (256, 128, 64), (Mask(), Mask.causal()), (512, 2048, 8192)
 ROUNDS, REPEATS, CASES = 9, 5, 8
+PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}  # through torch; fa4 is a package of its own
 Call = Callable[[], object]
 
 
@@ -143,28 +148,59 @@ class Operands:
 
         return lambda: kernel.launch(grids, kept[1]), [part(index) for index in range(len(grids))]
 
-    def peers(self) -> dict[str, Call]:
+    def peers(self, wanted: tuple[str, ...] = ("cudnn",)) -> dict[str, Call]:
         """Gradients by other libraries, through autograd."""
         causal, found = self.problem.mask.kind is MaskKind.CAUSAL, dict[str, Call]()
-        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("fa2", SDPBackend.FLASH_ATTENTION)):
+        for name, backend in PEERS.items():
+            if name not in wanted:
+                continue
             leaves = [self.tensors[each].detach().transpose(1, 2).requires_grad_(True) for each in "qkv"]
             with sdpa_kernel(backend):
                 o = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal)
             found[name] = _gradients(o, leaves, self.tensors["dout"].transpose(1, 2))
-        try:
-            attention = import_module("flash_attn.cute").flash_attn_func
-            leaves = [self.tensors[each].detach().clone().requires_grad_(True) for each in "qkv"]
-            o = attention(*leaves, causal=causal)
-            found["fa4"] = _gradients(o[0] if isinstance(o, tuple) else o, leaves, self.tensors["dout"])
-            found["fa4"]()
-        except Exception as error:  # a peer may fail in any way; that is its result
-            found.pop("fa4", None)
-            print(f"  fa4: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        if "fa4" in wanted:
+            started = time.perf_counter()
+            try:
+                found["fa4"] = _flash_attention_4([self.tensors[each] for each in "qkv"], self.tensors["dout"], causal)
+                found["fa4"]()
+            except Exception as error:  # a peer may fail in any way; that is its result
+                found.pop("fa4", None)
+                print(f"  fa4: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            if time.perf_counter() - started > 2:
+                print(f"  fa4 took {time.perf_counter() - started:.0f} s to begin", flush=True)
         return found
+
+
+def _flash_attention_4(qkv: list[Any], dout: Any, causal: bool) -> Call:
+    attention = import_module("flash_attn.cute").flash_attn_func
+    leaves = [each.detach().clone().requires_grad_(True) for each in qkv]
+    o = attention(*leaves, causal=causal)
+    return _gradients(o[0] if isinstance(o, tuple) else o, leaves, dout)
 
 
 def _gradients(o: Any, leaves: list[Any], dout: Any) -> Call:
     return lambda: torch.autograd.grad(o, leaves, dout, retain_graph=True)
+
+
+# What FlashAttention 4 compiles depends on head dim and mask, and on the length only if one block holds it.
+WARM = """
+import sys, torch
+from flash_attn.cute import flash_attn_func
+head_dim, causal = int(sys.argv[1]), sys.argv[2] == "causal"
+q, k, v, dout = (torch.randn(2, 512, 2, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+leaves = [each.requires_grad_(True) for each in (q, k, v)]
+o = flash_attn_func(*leaves, causal=causal)
+torch.autograd.grad(o[0] if isinstance(o, tuple) else o, leaves, dout)
+torch.cuda.synchronize()
+"""
+
+
+def warmed(head_dims: tuple[int, ...]) -> list[subprocess.Popen[bytes]]:
+    """Processes that compile FlashAttention 4 into the store on disk, one per head dim and mask; set up before it is imported here."""
+    os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", tempfile.mkdtemp(prefix="fa4-"))
+    command = [sys.executable, "-c", WARM]
+    return [subprocess.Popen([*command, str(head_dim), name]) for head_dim in head_dims for name in ("full", "causal")]
 
 
 FLUSH: list[Any] = []
@@ -196,10 +232,11 @@ def wrong(operands: Operands, expected: tuple[Any, ...]) -> float:
     return max(float((ours.float() - theirs.transpose(1, 2).float()).norm() / theirs.float().norm()) for ours, theirs in pairs)
 
 
-def timed(device: OnDevice, sources: list[Source], problem: Problem) -> dict[str, Any]:
+def timed(device: OnDevice, sources: list[Source], problem: Problem, wanted: tuple[str, ...]) -> dict[str, Any]:
     operands = Operands(problem)
-    peers = operands.peers()
-    expected = peers["cudnn"]()
+    peers = operands.peers(("cudnn", *wanted))
+    expected: Any = peers["cudnn"]()
+    peers = {name: call for name, call in peers.items() if name in wanted} or peers
     calls, parts = dict[str, Call](), dict[str, list[Call]]()
     for source in sources:
         name = str(source.variant)
@@ -228,22 +265,34 @@ def timed(device: OnDevice, sources: list[Source], problem: Problem) -> dict[str
     return {"problem": str(problem), "samples_us": samples, "quick_us": quick}
 
 
-def main(out: Path, count: int, head_dims: tuple[int, ...]) -> None:
-    rows = list[dict[str, Any]]()
+def main(asked: argparse.Namespace, started: float) -> None:
+    rows, head_dims = list[dict[str, Any]](), tuple(asked.head_dims)
+    warming = warmed(head_dims) if "fa4" in asked.peers else []
     with tempfile.TemporaryDirectory() as root, templates_with_candidates(Path(root)):
         device = OnDevice(hopper.hopper_space())
-        for head_dim in head_dims:
-            for mask in MASKS:
-                print(f"d{head_dim} {mask}", flush=True)
-                sources = device.built(problem_of(head_dim, 4096, mask), count)
-                exact = device.judged(sources, problem_of(head_dim, 512, mask))
-                for seqlen in LENGTHS:
-                    rows.append(timed(device, exact, problem_of(head_dim, seqlen, mask)))
-                    out.write_text(json.dumps(rows))
-                    torch.cuda.empty_cache()
+        for head_dim, mask in ((head_dim, mask) for head_dim in head_dims for mask in MASKS):
+            if time.perf_counter() - started > asked.seconds:
+                break
+            print(f"d{head_dim} {mask}", flush=True)
+            exact = device.judged(device.built(problem_of(head_dim, 4096, mask), asked.variants), problem_of(head_dim, 512, mask))
+            while warming:  # nothing is timed beside a compiler
+                warming.pop().wait()
+            for seqlen in asked.lengths:
+                if time.perf_counter() - started > asked.seconds:
+                    break
+                rows.append(timed(device, exact, problem_of(head_dim, seqlen, mask), tuple(asked.peers)))
+                asked.out.write_text(json.dumps(rows))
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
     started = time.perf_counter()
-    main(Path(sys.argv[1]), int((sys.argv[2:] or ["6"])[0]), tuple(map(int, sys.argv[3:])) or HEAD_DIMS)
-    print(f"done in {time.perf_counter() - started:.0f} s")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--variants", type=int, default=0, help="a random sample beside the seeds")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--peers", nargs="+", choices=[*PEERS, "fa4"], default=["cudnn", "fa4"])
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no problem is begun later")
+    main(parser.parse_args(), started)
+    print(f"done in {time.perf_counter() - started:.0f} s", flush=True)

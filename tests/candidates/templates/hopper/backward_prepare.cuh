@@ -5,8 +5,8 @@
 
 namespace fg {
 
-// A warp takes a strip of STRIP_ROWS rows of a head, the warps of a CTA neighbouring heads: with rows of heads side by side in memory, which
-// is common, a CTA reads long runs of bytes, and its statistics are runs, too.
+// A warp takes a strip of STRIP_ROWS rows of a head, the warps of a CTA neighbouring heads: with rows of heads side by side in memory,
+// which is common, a CTA reads long runs of bytes, and its statistics are runs, too.
 template <class C>
 struct Preparation {
   using Element = typename C::Element;
@@ -17,7 +17,7 @@ struct Preparation {
   const BackwardParams& params;
   const ForwardParams& forward;
   const RowStatistics to;
-  const int chunk;           // of the row, by lane
+  const int chunk;            // of the row, by lane
   int batch, head, row, end;  // of the strip; rows from `end` on are not its own
 
   FG_DEVICE explicit Preparation(const BackwardParams& given)
@@ -106,6 +106,7 @@ struct Preparation {
     padding();
     if constexpr (C::FUSED) zero_sums();
     if constexpr (C::ORDERED) first_turns();
+    if constexpr (C::CLOSING) first_counts();
   }
 
   FG_DEVICE u32 own_index() const { return static_cast<u32>(block_index()) * C::PREPARE_THREADS + static_cast<u32>(thread_index()); }
@@ -137,6 +138,22 @@ struct Preparation {
     FG_NO_UNROLL
     for (u32 index = own_index(); index < all_heads() * blocks(); index += all_threads())
       store_global(turns + index, static_cast<u32>(first_tile_of<C>(forward, static_cast<int>(index % blocks()))));
+  }
+  // And dq of the blocks that nobody is going to add to.
+  FG_DEVICE void first_counts() const {
+    u32* counts = turns_of<C>(forward);
+    FG_NO_UNROLL
+    for (u32 index = own_index(); index < all_heads() * blocks(); index += all_threads()) {
+      store_global(counts + index, 0u);
+      const int of = static_cast<int>(index / blocks()), block = static_cast<int>(index % blocks());
+      if (tiles_of_block<C>(forward, block) > 0) continue;
+      const GradientHead<Element> dq(params.dq, params.dq_strides, of / forward.heads_q, of % forward.heads_q, forward.seqlen_q);
+      FG_NO_UNROLL
+      for (int at = block * C::BLOCK_Q; at < minimum((block + 1) * C::BLOCK_Q, forward.seqlen_q); ++at) {
+        FG_NO_UNROLL
+        for (int column = 0; column < C::HEAD_DIM; column += CHUNK_ELEMENTS) dq.store_chunk(at, column, Vector16{{0, 0, 0, 0}});
+      }
+    }
   }
 };
 
