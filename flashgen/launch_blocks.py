@@ -39,31 +39,37 @@ class ParameterBlocks:
         self._rows_aligned = bool(plain.forward.vector_access if isinstance(plain, BackwardStruct) else plain.vector_access)
         self._flag = forward + ForwardStruct.vector_access.offset
         self._counters = self._kind.counters.offset if source.boxes else None
-        self._places = {name: forward + getattr(ForwardStruct, name).offset for name in _INNER}
+        places = {name: forward + getattr(ForwardStruct, name).offset for name in _INNER}
         if isinstance(plain, BackwardStruct):
-            self._places |= {name: outer + getattr(BackwardStruct, name).offset for name in ("dout", "dlse", "dq", "dk", "dv")}
-        specs = [(name, launch.map_of(name, rows, plain, problem)) for name, rows in source.boxes]
-        self._maps = [(name.removeprefix("query_"), getattr(self._kind, name).offset, spec) for name, spec in specs]
+            places |= {name: outer + getattr(BackwardStruct, name).offset for name in ("dout", "dlse", "dq", "dk", "dv")}
         self._encode: Encode = lambda spec: spec.encode(executor)
-        self._inside = [address_place(spec, self._encode) for _, spec in specs]
+        self._anew: list[tuple[str, int, TensorMapSpec]] = []  # maps that are encoded at every call
+        in_maps: dict[str, list[int]] = {name: [] for name in places}
+        for box, rows in source.boxes:
+            name, offset, spec = box.removeprefix("query_"), getattr(self._kind, box).offset, launch.map_of(box, rows, plain, problem)
+            inside = address_place(spec, self._encode)
+            if inside is None:
+                self._anew.append((name, offset, spec))
+            else:
+                in_maps[name].append(offset + inside)
+        self._writes = {name: (place, name in ROWS, tuple(in_maps[name])) for name, place in places.items()}
 
     def make(self, addresses: Mapping[str, int], counters: int = 0) -> ctypes.Structure:
         """The block of one launch. `addresses` names what the block holds; what is left out stays 0."""
         block, together = bytearray(self._template), 0
         write = _ADDRESS.pack_into
         for name, address in addresses.items():
-            write(block, self._places[name], address)
-            if name in ROWS:
+            place, has_rows, in_maps = self._writes[name]
+            write(block, place, address)
+            if has_rows:
                 together |= address
+            for place in in_maps:
+                write(block, place, address or _NOWHERE)
         _FLAG.pack_into(block, self._flag, self._rows_aligned and together % launch.VECTOR_BYTES == 0)
         if self._counters is not None:
             write(block, self._counters, counters)
-        for (name, offset, spec), inside in zip(self._maps, self._inside, strict=True):
-            address = addresses.get(name) or _NOWHERE
-            if inside is None:
-                block[offset : offset + MAP_BYTES] = self._encode(replace(spec, address=address))
-            else:
-                write(block, offset + inside, address)
+        for name, offset, spec in self._anew:
+            block[offset : offset + MAP_BYTES] = self._encode(replace(spec, address=addresses.get(name) or _NOWHERE))
         return self._kind.from_buffer(block)
 
 

@@ -19,6 +19,7 @@ DEFAULT_SHARED_BYTES = 48 * 1024
 
 MAX_GRID = 2**31 - 1
 KEPT_KERNELS = 256
+_ONE_POINTER = ctypes.c_void_p * 1
 
 
 class Bound(Protocol):
@@ -53,7 +54,7 @@ class LoadedKernel:
         Raises LaunchError for a refused launch; an abort inside the kernel shows at the next synchronisation.
         """
         driver = cupy().cuda.driver
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        pointers = _ONE_POINTER(ctypes.addressof(params))
         address = ctypes.addressof(pointers)
         entered = driver.ctxGetCurrent()
         if entered != self.context:
