@@ -36,13 +36,13 @@ TAIL_TILES = (1.2, 0.3)  # masked problems: longest CTAs that the last SM waits 
 # mma.sync reaches only a part of the rate that newer tensor instructions (wgmma, tcgen05) have; measured on Hopper, assumed on sm_100.
 MMA_SYNC_SHARE = {90: 0.63, 100: 0.28}
 MAX_COUNTED_TILES = 2048
-# Warp-specialised kernels (templates/hopper): fitted to times of hopper_forward on one NVIDIA H200, of which no study is recorded yet.
-ALU_SHARE = 0.65  # of the float32 work that exp2 does not hide
-CHAIN_CLOCKS = 790  # waits, votes and packing per K/V tile
-SUMS_ONLY = (1.25, 0.94)  # float32 work of the softmax that looks for the maximum, and of the one that looks at sums, over SOFTMAX_OPS
-EPILOGUE_CLOCKS = (1650, 660)  # registers to global memory; shared tile and bulk store; for 128 columns
+# Warp-specialised kernels (templates/hopper): fitted to recorded times of hopper_forward on one NVIDIA H200 (tests/recorded/h200-hopper).
+ALU_SHARE = 0.88  # of the float32 work that exp2 does not hide
+CHAIN_CLOCKS = 520  # waits, votes and packing per K/V tile
+SUMS_ONLY = (0.97, 0.64)  # float32 work of the softmax that looks for the maximum, and of the one that looks at sums, over SOFTMAX_OPS
+EPILOGUE_CLOCKS = (1160, 390)  # registers to global memory; shared tile and bulk store; for 128 columns
 QUERY_CLOCKS = 130  # queries that arrive after the last tile
-SECTION_TAIL, STATIC_TAIL = 0.65, 2.0  # of a longest query tile
+SECTION_TAIL, STATIC_TAIL = 0.39, 1.8  # of a longest query tile
 
 
 _Pipes = Callable[[BoundSpace, dict[str, int]], dict[str, float]]
@@ -138,9 +138,12 @@ def traffic(bound: BoundSpace, variant: Variant, ctas_per_sm: int) -> Traffic:
     tiles, _, query_tiles = _tiles(problem, at.get("block_q", 64), at.get("block_kv", 64))
     read = max(keys, int(tiles * at.get("block_kv", 64) * row * problem.batch_heads)) if tiles else 0
     in_flight = max(1, ctas_per_sm * bound.device.sm_count)
-    heads = min(problem.batch_heads, in_flight if at.get("tile_order", 0) else math.ceil(in_flight / max(1, query_tiles)))
-    held = math.ceil(heads / problem.gqa_group) * problem.seqlen_kv * row
-    hit = min(1.0, 0.8 * bound.device.l2_bytes / max(1, held))
+    mixed = at.get("head_section", problem.batch_heads if at.get("tile_order", 0) else 1)  # heads whose query tiles come in turn
+    heads = min(problem.batch_heads, max(min(mixed, in_flight), math.ceil(in_flight / max(1, query_tiles))))
+    key_heads = math.ceil(heads / problem.gqa_group)
+    held = key_heads * problem.seqlen_kv * row
+    together = 1.0 - key_heads / in_flight  # CTAs of one key head walk over it side by side; one of them misses
+    hit = min(1.0, max(together, 0.8 * bound.device.l2_bytes / max(1, held)))
     missed = int(min(read, keys) + max(0, read - keys) * (1.0 - hit))
     matrices = 0
     if bound.space.definition.cost.get("materialised", 0):  # scores and probabilities are written and read in global memory
@@ -245,7 +248,7 @@ def _warpgroup_clocks(
     softmax = (pipes["exp2"] + floats) / consumers
     chain = pipes["tensor"] / consumers / 2 + softmax + CHAIN_CLOCKS
     busiest = max(pipes["tensor"], pipes["exp2"] + ALU_SHARE * floats, pipes["shared"])
-    step: float = math.hypot(busiest ** (SMOOTHNESS / 2), chain ** (SMOOTHNESS / 2)) ** (2 / SMOOTHNESS)
+    step = math.hypot(busiest, chain)  # they overlap less well than the pipes of many small CTAs: a softer maximum
     epilogue = EPILOGUE_CLOCKS[min(1, at.get("epilogue", 0))] * problem.head_dim_v / 128
     queries = 0 if at.get("query_slots", 1) > 1 else QUERY_CLOCKS
     persistent = at.get("scheduler", 0) > 0
@@ -253,9 +256,10 @@ def _warpgroup_clocks(
     per_sm = ctas / device.sm_count
     if largest <= mean_tiles * 1.001:
         return math.ceil(per_sm) * (mean_tiles * step + once) + CTA_CLOCKS
-    # The last SMs wait for a part of a longest tile: a large one where tiles of few heads are mixed or nothing is drawn.
-    mixed = min(at.get("head_section", 1), problem.batch_heads) * math.ceil(problem.seqlen_q / at.get("block_q", 64))
-    tail = SECTION_TAIL * min(1.0, device.sm_count / mixed) + (STATIC_TAIL if at.get("scheduler", 0) == 1 else 0.0)
+    # The last SMs wait for a part of a longest tile: a large one where the last section has few tiles or nothing is drawn.
+    section = min(at.get("head_section", 1), problem.batch_heads)
+    last = (problem.batch_heads % section or section) * math.ceil(problem.seqlen_q / at.get("block_q", 64))
+    tail = SECTION_TAIL * min(1.0, device.sm_count / last) + (STATIC_TAIL if at.get("scheduler", 0) == 1 else 0.0)
     return max(per_sm, 1.0) * (mean_tiles * step + once) + tail * largest * step + CTA_CLOCKS
 
 
