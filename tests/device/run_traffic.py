@@ -1,21 +1,13 @@
-"""Runs one family on one problem a few times; started under Nsight Compute by test_traffic_on_device.py.
+"""Runs one family once on each of some problems, in fp16; started under Nsight Compute by counters.py.
 
-python run_traffic.py FAMILY BATCH HEADS SEQLEN HEAD_DIM MASK
+python run_traffic.py FAMILY "BATCH HEADS SEQLEN HEAD_DIM MASK" …
 """
 
 from __future__ import annotations
 
 import sys
 
-import numpy as np
-
-from flashgen import cases
-from flashgen.cases import Layout
-from flashgen.device import present
-from flashgen.gpu import Gpu
 from flashgen.model import DType, Mask, Problem, Variant
-from flashgen.render import render
-from flashgen.runtime import DeviceExecutor
 from flashgen.space import BoundSpace, load_space
 
 
@@ -24,22 +16,29 @@ def variant_of(bound: BoundSpace) -> Variant:
     return (bound.seeds() or [bound.fallback()])[0]
 
 
-def problem_of(words: list[str]) -> Problem:
-    """The problem that the arguments describe, in fp16."""
-    batch, heads, seqlen, head_dim = map(int, words[:4])
-    mask = Mask.causal() if words[4] == "causal" else Mask()
-    return Problem(DType.FLOAT16, head_dim, head_dim, batch, heads, heads, seqlen, seqlen, mask)
+def problem_of(words: str) -> Problem:
+    """The problem that the words describe, in fp16."""
+    *sizes, mask = words.split()
+    batch, heads, seqlen, head_dim = map(int, sizes)
+    return Problem(DType.FLOAT16, head_dim, head_dim, batch, heads, heads, seqlen, seqlen, Mask.causal() if mask == "causal" else Mask())
 
 
-def main(words: list[str]) -> int:
-    problem = problem_of(words[1:])
-    bound = load_space(words[0]).bind(problem, present())
-    source = render(bound.space, problem.klass(), variant_of(bound))
-    inputs = cases.normal(problem, np.random.default_rng(0))
-    tensors = cases.operands(problem, inputs, Layout.CONTIGUOUS)
-    DeviceExecutor(Gpu(0)).forward(source, problem, tensors, problem.scale)
+def main(family: str, problems: list[str]) -> int:
+    """Operands are made on the device, so that no time goes into random numbers of the host."""
+    from flashgen import bench, device
+    from flashgen.render import render
+
+    state, limits = bench.open_device(0), device.present()
+    for problem in map(problem_of, problems):
+        bound = load_space(family).bind(problem, limits)
+        source = render(bound.space, problem.klass(), variant_of(bound))
+        launch = state.launchable(family, source, None, problem, seed=0)
+        launch()
+        state.settle()
+        del launch
+        state.forget_operands()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
