@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,6 +56,13 @@ class Group:
         measured, predicted = list(self.times.values()), self.predicted(compiled)
         ten = sorted(range(len(measured)), key=lambda index: predicted[index])[:10]
         return min(measured[index] for index in ten) <= NEAR * min(measured)
+
+    def pairs_in_order(self) -> tuple[int, int]:
+        """Of the pairs whose measured times differ by more than 3 %: how many are predicted in the right order, and how many there are."""
+        predicted, measured = self.predicted(), list(self.times.values())
+        apart = [pair for pair in combinations(range(len(measured)), 2) if abs(measured[pair[0]] / measured[pair[1]] - 1) > NEAR - 1]
+        right = sum((predicted[one] - predicted[other]) * (measured[one] - measured[other]) > 0 for one, other in apart)
+        return right, len(apart)
 
 
 def ranks(values: list[float]) -> list[float]:
