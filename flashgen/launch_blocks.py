@@ -63,8 +63,8 @@ class ParameterBlocks:
             write(block, place, address)
             if has_rows:
                 together |= address
-            for place in in_maps:
-                write(block, place, address or _NOWHERE)
+            for inside in in_maps:
+                write(block, inside, address or _NOWHERE)
         _FLAG.pack_into(block, self._flag, self._rows_aligned and together % launch.VECTOR_BYTES == 0)
         if self._counters is not None:
             write(block, self._counters, counters)

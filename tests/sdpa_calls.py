@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashgen import compat
+from flashgen.certify import BOUND, error_unit
+from flashgen.model import Alignment, DType, Mask, Problem
+from flashgen.reference import plain_error
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -34,22 +37,21 @@ def calls(
     return tensors, options
 
 
-def textbook(tensors: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
-    """Standard attention in the type of the tensors: scores, probabilities and output rounded to it."""
-    q, k, v = tensors
-    k, v = (each.repeat_interleave(q.shape[-3] // each.shape[-3], -3) for each in (k, v))
-    scores = q @ k.mT * (options["scale"] or q.shape[-1] ** -0.5)
-    if options["is_causal"]:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    return scores.softmax(-1) @ v
+def allowed_error(tensors: list[torch.Tensor], options: dict[str, Any], right: torch.Tensor) -> float:
+    """By the rule of the exactness gate, from the error of the plain computation in the type of the tensors."""
+    q, k, v = (each.cpu().reshape(-1, *each.shape[-3:]) for each in tensors)  # all leading dimensions are the batch
+    (batch, heads, rows, dim), (_, heads_kv, keys, dim_v) = q.shape, v.shape
+    mask = Mask.causal(Alignment.TOP_LEFT) if options["is_causal"] else Mask()
+    problem = Problem(DType(str(q.dtype).removeprefix("torch.")), dim, dim_v, batch, heads, heads_kv, rows, keys, mask)
+    exact = right.cpu().reshape(batch, heads, rows, dim_v).numpy()
+    operands = (each.float().numpy() for each in (q, k, v))
+    return BOUND * error_unit(exact, plain_error(*operands, problem, options["scale"] or problem.scale, exact), problem.dtype)
 
 
 def compare_with_math(tensors: list[torch.Tensor], options: dict[str, Any]) -> None:
-    """No further from the float64 result than twice the textbook's error in this type, and an ulp."""
+    """The drop-in against torch's math backend in float64."""
     found = compat.scaled_dot_product_attention(*tensors, **options)
     with sdpa_kernel(SDPBackend.MATH):
         right = torch.nn.functional.scaled_dot_product_attention(*(each.double() for each in tensors), **options)
     assert found.shape == right.shape and found.dtype == tensors[0].dtype
-    plain = float((textbook(tensors, options).double() - right).abs().max())
-    ulp = float(right.abs().max()) * torch.finfo(found.dtype).eps
-    assert float((found.double() - right).abs().max()) <= 2 * (plain + ulp)
+    assert float((found.double() - right).abs().max()) <= allowed_error(tensors, options, right)

@@ -8,11 +8,10 @@ from statistics import median
 from typing import Any
 
 import pytest
-from test_recorded import ROOT, parsed, recording
+from test_recorded import ROOT, recording, speed_table, stale
 
-from flashgen.model import DType, MaskKind, Op, ProblemClass, Variant
-from flashgen.render import render
-from flashgen.space import load_space
+from flashgen import paths, table
+from flashgen.model import DType, Mask, Problem
 
 FOLDER = ROOT / "tests" / "recorded" / "h200-hopper"
 PEERS = ("sdpa-cudnn", "fa3", "fa4")
@@ -84,29 +83,22 @@ def test_looking_at_sums_only_never_costs_more_than_a_tenth() -> None:
 
 @pytest.mark.parametrize("name", ["main", "head_dims", "fp16", "gqa"])
 def test_the_recorded_kernels_are_those_of_today(name: str) -> None:
-    space, stale = load_space("hopper_forward"), []
-    for row in rows(name):
-        best = chosen(row)
-        klass = ProblemClass(Op.FORWARD, DType(row["dtype"]), row["head_dim"], row["head_dim"], MaskKind(row["mask"]))
-        variant = Variant.of(space.family, space.checked(parsed(best).as_dict()))
-        if render(space, klass, variant).digest != row["source_digests"][best]:
-            stale.append(f"d{row['head_dim']} s{row['seqlen']} {row['mask']}")
-    assert not stale, f"the kernels changed since {name}.json; record it again with tests/device/study_of_speed.py: {stale}"
+    found = stale(rows(name), chosen)
+    assert not found, f"the kernels changed since {name}.json; record it again with tests/device/study_of_speed.py: {found}"
+
+
+def test_the_shipped_table_serves_what_was_compared() -> None:
+    shipped = table.read(paths.shipped_tables() / "nvidia-h200.yaml", strict=True)
+    variants = {table.full_key(entry.problem): str(entry.variant) for entry in shipped.entries}
+    for row in rows("main"):
+        mask, heads = Mask.causal() if row["mask"] == "causal" else Mask(), row["heads"]
+        asked = Problem(
+            DType.BFLOAT16, row["head_dim"], row["head_dim"], row["batch"], heads, row["kv_heads"], row["seqlen"], row["seqlen"], mask
+        )
+        assert variants[table.full_key(asked)] == row["entry"]
 
 
 # The README -------------------------------------------------------------------------------------------------------------
-
-
-def readme_table() -> str:
-    found = rows("main")
-    lengths = sorted({row["seqlen"] for row in found})
-    lines = ["| head dim, mask | " + " | ".join(map(str, lengths)) + " |", "|---|" + "---|" * len(lengths)]
-    for head_dim in sorted({row["head_dim"] for row in found}):
-        for mask in ("none", "causal"):
-            line = {row["seqlen"]: ratio(row) for row in found if (row["head_dim"], row["mask"]) == (head_dim, mask)}
-            name = f"{head_dim}, {'full' if mask == 'none' else mask}"
-            lines.append(f"| {name} | " + " | ".join(f"{line[length]:.2f}" for length in lengths) + " |")
-    return "\n".join(lines)
 
 
 def sentences() -> list[str]:
@@ -136,6 +128,6 @@ def sentences() -> list[str]:
 
 
 def test_the_readme_shows_the_recorded_figures() -> None:
-    assert readme_table() in README
+    assert speed_table(rows("main"), ratio) in README
     text = re.sub(r"\s+", " ", README)
     assert not [sentence for sentence in sentences() if sentence not in text]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
 
 import flashgen  # noqa: E402
-from flashgen import dispatch, recompute, torch_face, untuned  # noqa: E402
+from flashgen import dispatch, recompute, torch_face, torch_gradients, untuned  # noqa: E402
 from flashgen.errors import InvalidProblem, UnsupportedProblem, UntunedProblem  # noqa: E402
 from flashgen.model import Alignment, Mask  # noqa: E402
 from flashgen.testing import emulated  # noqa: E402
@@ -193,11 +194,36 @@ def test_an_expanded_gradient_equals_a_contiguous_one() -> None:
     assert all(torch.equal(one, other) for one, other in zip(summed, ones, strict=True))
 
 
+def test_a_backward_kernel_that_reads_through_tensor_maps_is_prepared_for_copies_where_they_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No family of this kind is offered yet, so its dispatcher is played."""
+    seen, launched = list[list[tuple[int, ...]]](), list[dict[str, int]]()
+
+    def prepare(served: Any, scale: float, strides: list[tuple[int, ...]]) -> Any:
+        seen.append(strides)
+        return lambda addresses, stream: launched.append(addresses)
+
+    plans = dict[Any, Any]()
+    played = SimpleNamespace(
+        plans=plans,
+        keep=plans.__setitem__,
+        serve=lambda *_, **__: SimpleNamespace(mapped=True, workspace_bytes=0),
+        prepare_backward=prepare,
+    )
+    monkeypatch.setattr(torch_gradients, "dispatcher_of", lambda _: played)
+    q, k, v = strided("expanded heads")
+    o, lse = torch.zeros_like(q), torch.zeros(1, 4, 32)
+    options = torch_face.Options(0.125, "none", "bottom_right", -1, -1, False, None)
+    for _ in range(2):
+        torch_gradients.run(torch.ones(1, 1, 1, 1).bfloat16().expand(q.shape).contiguous(), None, q, k, v, o, lse, options)
+    assert len(seen) == 1 and all(0 not in strides for strides in seen[0])
+    assert len(launched) == 2 and all(each["k"] != k.data_ptr() and each["q"] == q.data_ptr() for each in launched)
+
+
 @pytest.fixture
 def no_backward_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if no family had a backward kernel for anything."""
-    from flashgen import dispatch, untuned
-
     every = untuned.load_spaces
     monkeypatch.setattr(untuned, "load_spaces", lambda op: () if op == "backward" else every(op))
     dispatch.forget()
