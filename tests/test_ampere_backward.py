@@ -17,15 +17,18 @@ from backward_kernels import (
     cases_of,
     emulated,
     expect,
+    failure_of,
     first_failure,
     operands,
     outputs_of,
     templates_with_candidates,
 )
+from covering import covering
 
 from flashgen import cases
 from flashgen.device import preset
 from flashgen.emulate import POLICIES, EmulatedExecutor, Policy
+from flashgen.errors import CompileError
 from flashgen.model import Alignment, DType, Mask, Op, Problem, Source
 from flashgen.space import Space
 
@@ -33,10 +36,10 @@ DEVICE = preset("h200")
 MASKS = (NONE, CAUSAL, WINDOW)
 SMALL = {
     "two_pass": False, "block_q": 32, "block_kv": 32, "num_warps": 4, "num_sides": 2, "warps_across": 1, "num_stages": 2,
-    "keys_in_registers": False, "rounded_handover": False, "tile_order": 0, "dq_steps": 1, "delayed_dq": True, "staggered": True,
+    "keys_in_registers": False, "tile_order": 0, "dq_steps": 1, "delayed_dq": True, "staggered": True,
     "pass_block_q": 64, "pass_block_kv": 32, "pass_warps": 4, "pass_stages": 2,
 }  # fmt: skip
-PASS = {"two_pass": True, "rounded_handover": True, "pass_block_q": 32, "pass_block_kv": 16, "pass_warps": 2}
+PASS = {"two_pass": True, "pass_block_q": 32, "pass_block_kv": 16, "pass_warps": 2}
 JOINT = {"num_sides": 1, "block_q": 64, "block_kv": 64, "dq_steps": 2, "delayed_dq": False}
 ACROSS = {"delayed_dq": False, "warps_across": 2, "num_warps": 8, "block_kv": 64, "block_q": 64}
 
@@ -84,6 +87,53 @@ def test_every_gradient_is_within_the_bound(space: Space, changes: dict[str, int
 def test_warps_that_share_keys_pass_every_case(space: Space, changes: dict[str, int | bool], mask: Mask) -> None:
     source, chosen = made(space, changes, mask, dims=(128, 128))
     assert not first_failure(space, source, DEVICE, chosen, [emulated(POLICIES[2])])
+
+
+PAIRS = [
+    pytest.param((128, 128), CAUSAL, DType.FLOAT16),
+    pytest.param((64, 64), WINDOW, DType.BFLOAT16, marks=pytest.mark.slow),
+    pytest.param((40, 24), NONE, DType.FLOAT16, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(("dims", "mask", "dtype"), PAIRS, ids=str)
+def test_every_two_values_that_are_offered_together_give_right_gradients(
+    space: Space, dims: tuple[int, int], mask: Mask, dtype: DType
+) -> None:
+    problem = replace(problem_of(dtype, mask, dims), heads_q=2, seqlen_q=512, seqlen_kv=512)
+    wrong = list[str]()
+    for number, variant in enumerate(covering(space.bind(problem, DEVICE).feasible(), 1)):
+        tiles = variant.as_dict()
+        ragged = replace(problem, seqlen_q=tiles["block_q"] + 2, seqlen_kv=tiles["block_kv"] + 3)
+        run = emulated(POLICIES[number % len(POLICIES)], live_ctas=2)
+        failure = failure_of(space, backward_source(space, problem, variant), DEVICE, Case("pairs", ragged, dlse=True), run)
+        wrong += [f"{variant}: {failure}"] if failure else []
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.emulated
+def test_one_side_is_given_no_query_tile_smaller_than_the_rows_it_takes_at_a_time(space: Space) -> None:
+    problem = problem_of(DType.FLOAT16, CAUSAL)
+    bound = space.bind(problem, DEVICE)
+    variant = bound.variant({**SMALL, **JOINT, "block_q": 16})
+    assert bound.violations(variant)["whole_parts"] > 0 and not [each for each in bound.feasible() if each == variant]
+    # No warp would compute anything, so the kernel itself refuses to be built.
+    with pytest.raises(CompileError, match="a warp takes whole parts of a query tile"):
+        failure_of(space, backward_source(space, problem, variant), DEVICE, Case("group", problem), emulated())
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("changes", [{}, JOINT], ids=["sums", "joint"])
+def test_probabilities_rounded_before_the_gradients_of_scores_are_outside_the_bound(space: Space, changes: dict[str, int | bool]) -> None:
+    source, chosen = made(space, {**changes, "block_kv": 128}, NONE)
+    case = next(case for case in chosen if case.name == "constant")
+    old = "probabilities.take(p, m, pair);"
+    rounding = "for (float(&two)[4] : p) for (float& each : two) each = float_from_bits(pack_pair(0.0f, each, typename C::Element{}));"
+    assert source.text.count(old) == 1, "the text of the kernel has changed; renew the fault"
+    rounded = replace(source, text=source.text.replace(old, f"{old} {rounding}"), digest="rounded probabilities")
+    assert not failure_of(space, source, DEVICE, case, emulated())
+    assert "allowed" in failure_of(space, rounded, DEVICE, case, emulated())
 
 
 def gradient_bits(space: Space, source: Source, case: Case, policy: Policy, live_ctas: int = 1) -> list[np.ndarray]:

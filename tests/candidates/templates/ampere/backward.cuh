@@ -108,20 +108,19 @@ struct ProbabilitySide : KeyRows<C, BackwardShape<C>::CHUNKS, BackwardShape<C>::
     const PairMask<C> mask = block.mask_of(rows, block.place);
     // Warps that share keys wait for each other, so none sits out.
     if (C::WARPS_ACROSS == 1 && !mask.any_seen) return;
-    const Handover<C> handover(block.shared, block.place);
     Scores<C> scores;
     this->multiply(scores, rows.q, block.place);
     if (mask.any_hidden) block.hide_in(scores, rows, block.place, -infinity());
     exponentials<C>(scores, block.params.forward.scale_log2, block.place, rows.lse);
+    Handover<C>(block.shared, block.place).give(scores);
     PackedScores<C> packed;
-    if constexpr (C::ROUNDED_HANDOVER) pack<C>(packed, scores);
-    handover.give(scores, packed);
-    if constexpr (!C::ROUNDED_HANDOVER) pack<C>(packed, scores);
-    if constexpr (C::WARPS_ACROSS > 1) handover.tile.store(packed);
+    pack<C>(packed, scores);
+    const ScoreTile<C> tile(block.shared + Shape::P_AT, block.place);
+    if constexpr (C::WARPS_ACROSS > 1) tile.store(packed);
     barrier_arrive(TWINS + block.place.number, 2 * WARP_LANES);
     if constexpr (C::WARPS_ACROSS > 1) {
       barrier_sync(PROBABILITY_SIDE, Shape::SIDE_WARPS * WARP_LANES);
-      this->accumulate(handover.tile.rows(block.place), rows.dout, block.place);
+      this->accumulate(tile.rows(block.place), rows.dout, block.place);
     } else {
       this->accumulate(packed, rows.dout, block.place);
     }

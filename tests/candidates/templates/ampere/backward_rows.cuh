@@ -21,10 +21,8 @@ struct BackwardShape {
   static constexpr int GRADIENT_TILES = C::TWO_PASS ? C::WARPS_ACROSS - 1 : C::DQ_STEPS * (C::DELAYED_DQ ? 2 : 1);
   static constexpr int V_AT = K_BYTES, STAGES_AT = V_AT + V_BYTES, P_AT = STAGES_AT + C::NUM_STAGES * STAGE_BYTES;
   static constexpr bool SPLIT = C::NUM_SIDES == 2;
-  static constexpr bool SHARED_P = SPLIT && (C::ROUNDED_HANDOVER || C::WARPS_ACROSS > 1);  // P^T in the element type
-  static constexpr bool HANDED_P = SPLIT && !C::ROUNDED_HANDOVER;                          // P^T in float32
-  static constexpr int HANDED_AT = P_AT + (SHARED_P ? SCORE_BYTES : 0);
-  static constexpr int GRADIENTS_AT = HANDED_AT + (HANDED_P ? C::BLOCK_KV * C::BLOCK_Q * 4 : 0);
+  static constexpr int HANDED_AT = P_AT + (C::WARPS_ACROSS > 1 ? SCORE_BYTES : 0);  // behind P^T in the element type: P^T in float32
+  static constexpr int GRADIENTS_AT = HANDED_AT + (SPLIT ? C::BLOCK_KV * C::BLOCK_Q * 4 : 0);
   static_assert(GRADIENTS_AT + GRADIENT_TILES * SCORE_BYTES == C::SHARED_BYTES, "the layout of shared memory is the formula of the space");
 
   static constexpr int SIDE_WARPS = C::NUM_WARPS / C::NUM_SIDES;
@@ -33,6 +31,7 @@ struct BackwardShape {
   static constexpr int ROWS_PER_WARP = SPLIT ? C::BLOCK_Q / C::WARPS_ACROSS : 32;  // whose scores it holds at a time
   static constexpr int KEY_TILES = KEYS_PER_WARP / 16, SCORE_TILES = ROWS_PER_WARP / 8;
   static_assert(KEYS_PER_WARP % 16 == 0 && ROWS_PER_WARP % 16 == 0, "warps hold whole products");
+  static_assert(C::BLOCK_Q % ROWS_PER_WARP == 0, "a warp takes whole parts of a query tile, and at least one");
 };
 
 // Where float32 values of a query tile lie in global memory: lse and delta, and the sums of dQ.

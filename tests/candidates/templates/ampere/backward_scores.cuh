@@ -93,13 +93,8 @@ FG_DEVICE void pack(PackedScores<C>& packed, const Scores<C>& scores) {
   }
 }
 
-FG_DEVICE float low_of(u32 word, Half) { return half_to_float(static_cast<u16>(word)); }
-FG_DEVICE float high_of(u32 word, Half) { return half_to_float(static_cast<u16>(word >> 16)); }
-FG_DEVICE float low_of(u32 word, BFloat16) { return float_from_bits(word << 16); }
-FG_DEVICE float high_of(u32 word, BFloat16) { return float_from_bits(word & 0xFFFF0000u); }
-
-// A tile of P^T or dS^T in shared memory, keys by rows. A lane writes and reads words of two rows side by side; eight keys of four words
-// meet no bank conflict.
+// A tile of P^T or dS^T in shared memory, keys by rows. A lane writes words of two rows side by side; eight keys of four words meet no
+// bank conflict.
 template <class C>
 struct ScoreTile {
   using Shape = BackwardShape<C>;
@@ -110,60 +105,36 @@ struct ScoreTile {
       : base(tile), words(tile + static_cast<u32>(place.lane % 4 * 4), place.own_key() + place.lane / 4, 0) {
     words.start = words.at(0, place.own_row() / 8);
   }
-  FG_DEVICE u32 word_at(int m, int pair, int i) const { return words.at(m * 16 + i % 2 * 8, pair * 2 + i / 2); }
   FG_DEVICE void store(const PackedScores<C>& packed) const {
-    for_each([&](int m, int pair, int i) { store_shared(word_at(m, pair, i), packed.word[m][pair][i]); });
-  }
-  FG_DEVICE Vector16 load(int m, int pair) const {
-    Vector16 vector;
-    FG_UNROLL
-    for (int i = 0; i < 4; ++i) vector.word[i] = load_shared<u32>(word_at(m, pair, i));
-    return vector;
-  }
-  FG_DEVICE SharedRows<Shape::CHUNKS_Q> rows(const SidePlace<C>& place) const { return {base, place.own_key(), place.lane}; }
-
- private:
-  template <class Act>
-  FG_DEVICE static void for_each(Act act) {
     FG_UNROLL
     for (int pair = 0; pair < Shape::SCORE_TILES / 2; ++pair) {
       FG_UNROLL
       for (int m = 0; m < Shape::KEY_TILES; ++m) {
         FG_UNROLL
-        for (int i = 0; i < 4; ++i) act(m, pair, i);
+        for (int i = 0; i < 4; ++i) store_shared(words.at(m * 16 + i % 2 * 8, pair * 2 + i / 2), packed.word[m][pair][i]);
       }
     }
   }
+  FG_DEVICE SharedRows<Shape::CHUNKS_Q> rows(const SidePlace<C>& place) const { return {base, place.own_key(), place.lane}; }
 };
 
-// P^T on its way from a warp to its twin, as it lies in registers, 16 bytes per lane: in float32, or rounded to the element type. Where
-// warps share keys, the rounded tile lies in shared memory anyway.
+// P^T on its way from a warp to its twin, in float32 as it lies in registers, 16 bytes per lane.
 template <class C>
 struct Handover {
   using Shape = BackwardShape<C>;
-  using Element = typename C::Element;
-  static constexpr int TILES = C::ROUNDED_HANDOVER ? Shape::SCORE_TILES / 2 : Shape::SCORE_TILES;
-  const ScoreTile<C> tile;
   const u32 start;
 
   FG_DEVICE Handover(u32 shared, const SidePlace<C>& place)
-      : tile(shared + Shape::P_AT, place),
-        start(shared + static_cast<u32>((C::ROUNDED_HANDOVER ? Shape::P_AT : Shape::HANDED_AT) +
-                                        (place.number * Shape::KEY_TILES * TILES * WARP_LANES + place.lane) * 16)) {}
+      : start(shared + static_cast<u32>(
+                           Shape::HANDED_AT + (place.number * Shape::KEY_TILES * Shape::SCORE_TILES * WARP_LANES + place.lane) * 16)) {}
 
-  FG_DEVICE void give(const Scores<C>& probabilities, const PackedScores<C>& rounded) const {
-    if constexpr (C::ROUNDED_HANDOVER && C::WARPS_ACROSS > 1) return;
+  FG_DEVICE void give(const Scores<C>& probabilities) const {
     FG_UNROLL
     for (int m = 0; m < Shape::KEY_TILES; ++m) {
       FG_UNROLL
-      for (int n = 0; n < TILES; ++n) {
-        if constexpr (C::ROUNDED_HANDOVER) {
-          const u32(&word)[4] = rounded.word[m][n];
-          store_shared(at(m, n), Vector16{{word[0], word[1], word[2], word[3]}});
-        } else {
-          const float (&p)[4] = probabilities[m][n];
-          store_shared(at(m, n), Vector16{{float_bits(p[0]), float_bits(p[1]), float_bits(p[2]), float_bits(p[3])}});
-        }
+      for (int n = 0; n < Shape::SCORE_TILES; ++n) {
+        const float(&p)[4] = probabilities[m][n];
+        store_shared(at(m, n), Vector16{{float_bits(p[0]), float_bits(p[1]), float_bits(p[2]), float_bits(p[3])}});
       }
     }
   }
@@ -171,25 +142,14 @@ struct Handover {
   FG_DEVICE void take(float (&p)[2][4], int m, int pair) const {
     FG_UNROLL
     for (int n = 0; n < 2; ++n) {
-      if constexpr (C::ROUNDED_HANDOVER) {
-        if (n == 0) unpack(p, C::WARPS_ACROSS > 1 ? tile.load(m, pair) : load_shared<Vector16>(at(m, pair)));
-      } else {
-        const Vector16 vector = load_shared<Vector16>(at(m, pair * 2 + n));
-        FG_UNROLL
-        for (int i = 0; i < 4; ++i) p[n][i] = float_from_bits(vector.word[i]);
-      }
+      const Vector16 vector = load_shared<Vector16>(at(m, pair * 2 + n));
+      FG_UNROLL
+      for (int i = 0; i < 4; ++i) p[n][i] = float_from_bits(vector.word[i]);
     }
   }
 
  private:
-  FG_DEVICE u32 at(int m, int n) const { return start + static_cast<u32>((m * TILES + n) * WARP_LANES * 16); }
-  FG_DEVICE static void unpack(float (&p)[2][4], const Vector16& words) {
-    FG_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      p[i / 2][i % 2 * 2] = low_of(words.word[i], Element{});
-      p[i / 2][i % 2 * 2 + 1] = high_of(words.word[i], Element{});
-    }
-  }
+  FG_DEVICE u32 at(int m, int n) const { return start + static_cast<u32>((m * Shape::SCORE_TILES + n) * WARP_LANES * 16); }
 };
 
 // P^T that stays where it is.
