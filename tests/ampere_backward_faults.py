@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Mistakes planted into the ampere backward candidate: what, old text, new text, the mask that shows it, and whether dQ has its own pass."""
+"""Mistakes planted into ampere_backward: what, old text, new text, the mask that shows it, and whether dQ has its own pass."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Mistakes planted into the backward candidate: what, old text, new text, and the mask that shows it."""
+"""Mistakes planted into simt_backward: what, old text, new text, and the mask that shows it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""The ampere backward candidate: every gradient within the bound on the emulated executor, planted faults rejected, no bank conflicts."""
+"""ampere_backward: every gradient within the bound on the emulated executor, planted faults rejected, no bank conflicts."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,6 @@ from ampere_backward_faults import CAUSAL, FAULTS, NONE, WINDOW
 from backward_kernels import (
     Case,
     backward_source,
-    candidate_space,
     cases_of,
     emulated,
     expect,
@@ -21,7 +19,6 @@ from backward_kernels import (
     first_failure,
     operands,
     outputs_of,
-    templates_with_candidates,
 )
 from covering import covering
 
@@ -30,7 +27,7 @@ from flashgen.device import preset
 from flashgen.emulate import POLICIES, EmulatedExecutor, Policy
 from flashgen.errors import CompileError
 from flashgen.model import Alignment, DType, Mask, Op, Problem, Source
-from flashgen.space import Space
+from flashgen.space import Space, load_space
 
 DEVICE = preset("h200")
 MASKS = (NONE, CAUSAL, WINDOW)
@@ -45,9 +42,8 @@ ACROSS = {"delayed_dq": False, "warps_across": 2, "num_warps": 8, "block_kv": 64
 
 
 @pytest.fixture(scope="module")
-def space(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Space]:
-    with templates_with_candidates(tmp_path_factory.mktemp("templates with candidates")):
-        yield candidate_space("ampere_backward")
+def space() -> Space:
+    return load_space("ampere_backward")
 
 
 def problem_of(dtype: DType, mask: Mask, dims: tuple[int, int] = (16, 24)) -> Problem:
@@ -186,7 +182,7 @@ def test_large_numbers_in_keys_that_no_row_sees_change_no_bit(space: Space, chan
     ("what", "old", "new", "mask", "two_pass"),
     [pytest.param(*fault, id=fault[0].replace(" ", "-"), marks=() if n % 9 == 0 else pytest.mark.slow) for n, fault in enumerate(FAULTS)],
 )
-def test_a_fault_in_the_candidate_is_rejected(space: Space, what: str, old: str, new: str, mask: Mask, two_pass: bool) -> None:
+def test_a_fault_in_ampere_backward_is_rejected(space: Space, what: str, old: str, new: str, mask: Mask, two_pass: bool) -> None:
     source, chosen = made(space, PASS if two_pass else {}, mask)
     pattern = re.compile(r"\s+".join(re.escape(word) for word in old.split()))
     assert len(pattern.findall(source.text)) == 1, f"the text of the kernel has changed; renew the fault {what!r}"
@@ -229,7 +225,7 @@ def test_a_sampled_variant_passes_every_case(space: Space, seed: int) -> None:
 @pytest.mark.compiled
 @pytest.mark.parametrize("sm", [90, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)])
-def test_the_compiler_spills_little(space: Space, head_dim: int, sm: int) -> None:
+def test_the_compiler_spills_little_of_ampere_backward(space: Space, head_dim: int, sm: int) -> None:
     from flashgen.compiler import compile_many
     from flashgen.cubins import Compiled
 

@@ -1,4 +1,4 @@
-"""Cases from public bug reports, run on simt_backward with the values they are stated with. `cases.md` maps every case id."""
+"""Cases from public bug reports, run on every backward family with the values they are stated with. `cases.md` maps every case id."""
 
 from __future__ import annotations
 
@@ -24,19 +24,26 @@ from flashgen.space import BoundSpace, Space, load_space
 
 pytestmark = pytest.mark.emulated
 DEVICE = preset("h200")
-VARIANT = {"block_q": 16, "block_kv": 32, "threads": 128}
+VARIANTS = {
+    "simt_backward": {"block_q": 16, "block_kv": 32, "threads": 128},
+    "ampere_backward": {
+        "two_pass": False, "block_q": 32, "block_kv": 32, "num_warps": 4, "num_sides": 2, "warps_across": 1, "num_stages": 2,
+        "keys_in_registers": False, "tile_order": 0, "dq_steps": 1, "delayed_dq": True, "staggered": False,
+        "pass_block_q": 64, "pass_block_kv": 32, "pass_warps": 4, "pass_stages": 2,
+    },
+}  # fmt: skip
 BOTH = (Mask.causal(), Mask.causal(Alignment.TOP_LEFT))
 
 
-@pytest.fixture(scope="module")
-def space() -> Space:
-    return load_space("simt_backward")
+@pytest.fixture(scope="module", params=VARIANTS)
+def space(request: pytest.FixtureRequest) -> Space:
+    return load_space(request.param)
 
 
 def gradients_of(space: Space, problem: Problem, make: Make = cases.normal, scale: float | None = None) -> dict[str, np.ndarray]:
     """dq, dk, dv of the kernel, every element found to be within the bound and rows that see nothing exactly 0."""
     case = Case("stated", problem, make, dlse=True, scale=scale)
-    source = backward_source(space, problem, space.bind(of_backward(problem), DEVICE).variant(VARIANT))
+    source = backward_source(space, problem, space.bind(of_backward(problem), DEVICE).variant(VARIANTS[space.family]))
     kept, launch = list[BackwardTensors](), emulated(FAST if problem.seqlen_q > 300 else POLICIES[1], deadline_s=300)
 
     def run(source: Source, bound: BoundSpace, case: Case, tensors: BackwardTensors) -> None:
@@ -98,9 +105,9 @@ def test_gradients_at_the_edges_of_windows(space: Space, seqlen_q: int, seqlen_k
     assert (found["dq"][:, :, reference.visible_counts(mask, seqlen_q, seqlen_kv) == 0] == 0).all()
 
 
-def test_float32_rows_without_keys_have_no_gradient_and_spoil_no_other(space: Space) -> None:
+def test_float32_rows_without_keys_have_no_gradient_and_spoil_no_other() -> None:
     # Queries 0..3 see the keys from their own on, queries 4..7 see none.
-    found = gradients_of(space, Problem(DType.FLOAT32, 8, 8, 1, 1, 1, 8, 4, Mask.window(0, 3, Alignment.TOP_LEFT)))
+    found = gradients_of(load_space("simt_backward"), Problem(DType.FLOAT32, 8, 8, 1, 1, 1, 8, 4, Mask.window(0, 3, Alignment.TOP_LEFT)))
     assert (found["dq"][:, :, 4:] == 0).all()
     assert all(np.isfinite(values).all() for values in found.values())
 

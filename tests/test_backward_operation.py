@@ -21,7 +21,7 @@ from flashgen.model import DType, Mask, Op, Problem, TableEntry, Variant
 from flashgen.peers import DeviceArray, PeerOperands
 from flashgen.render import render
 from flashgen.space import Space, load_space, load_spaces, parse_space
-from flashgen.untuned import tune_command
+from flashgen.untuned import fallbacks, tune_command
 
 DEVICE = preset("h200")
 LONG = Problem(DType.BFLOAT16, 128, 128, 1, 16, 16, 2**15, 2**15, Mask.causal(), Op.BACKWARD)
@@ -68,6 +68,34 @@ def test_a_rule_that_is_no_relation_over_the_class_is_refused(rule: str) -> None
 def test_the_fallback_of_every_backward_family_serves_deterministic_problems(space: Space) -> None:
     bound = space.bind(problem(deterministic=True), DEVICE)
     assert space.deterministic(bound.problem.klass(), bound.fallback())
+
+
+# Which family ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("device", ["a100", "rtx4090", "l40s", "h100", "h200"])
+def test_tensor_cores_serve_untuned_gradients_in_16_bits(device: str, deterministic: bool) -> None:
+    for dtype in (DType.FLOAT16, DType.BFLOAT16):
+        for head_dim in (8, 64, 128, 256):
+            asked = problem(dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, deterministic=deterministic)
+            assert [variant.family for _, variant in fallbacks(asked, preset(device))] == ["ampere_backward", "simt_backward"]
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("t4", DType.FLOAT16), ("h200", DType.FLOAT32), ("a100", DType.FLOAT32)])
+def test_multiply_adds_serve_what_tensor_cores_do_not(device: str, dtype: DType) -> None:
+    assert [variant.family for _, variant in fallbacks(problem(dtype=dtype), preset(device))] == ["simt_backward"]
+
+
+@pytest.mark.parametrize("device", ["a100", "h200"])
+def test_a_search_offers_tensor_cores_and_predicts_them_to_be_faster(device: str) -> None:
+    from flashgen.search import bind_families
+
+    asked = problem(head_dim=128, head_dim_v=128, seqlen_q=4096, seqlen_kv=4096)
+    bounds = {bound.space.family: bound for bound in bind_families(asked, preset(device))}
+    assert set(bounds) == {"ampere_backward", "simt_backward"}
+    fastest = {family: min(cost.roofline_us(bound, each) for each in bound.seeds()) for family, bound in bounds.items()}
+    assert fastest["ampere_backward"] < fastest["simt_backward"] / 5
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------

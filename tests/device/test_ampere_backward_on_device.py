@@ -1,87 +1,64 @@
-"""The ampere backward candidate on the GPU: every gradient within the bound, a second pass the same bits, clean under compute-sanitizer."""
+"""ampere_backward on the GPU: every two values that its space offers together are exact, designs are clean under compute-sanitizer.
+
+`test_backward_on_device.py` judges random variants by the whole suite, and the bits of 30 repetitions.
+"""
 
 from __future__ import annotations
 
-import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from backward_kernels import (
-    Case,
-    backward_source,
-    candidate_space,
-    cases_of,
-    expect,
-    first_failure,
-    operands,
-    outputs_of,
-    templates_with_candidates,
-)
-from trial_ampere_backward import FAMILY, OnDevice
+from covering import covering
 
-from flashgen import cases, device
+from flashgen import device, gate, gradient_gate
 from flashgen.gpu import Gpu
-from flashgen.model import DType, Mask, Op, Problem, Source
+from flashgen.gradient_suite import full_suite
+from flashgen.model import DType, Mask, Op, Problem, Source, Verdict
+from flashgen.render import render
 from flashgen.runtime import DeviceExecutor
-from flashgen.space import BoundSpace, Space
+from flashgen.space import Space, load_space
+from flashgen.suite import Tiles
 
 pytestmark = pytest.mark.device
-MASKS = (Mask(), Mask.causal(), Mask.window(-1, -1))
-DIMS = ((64, 64), (128, 128), (40, 96), (256, 256), (8, 16), (192, 128))
-REPETITIONS = 30
+FAMILY = "ampere_backward"
+CLASSES = (
+    (DType.FLOAT16, (128, 128), Mask.causal()),
+    (DType.BFLOAT16, (64, 64), Mask.window(100, 20)),
+    (DType.BFLOAT16, (256, 256), Mask()),
+    (DType.FLOAT16, (40, 96), Mask.causal()),
+)
+SANITIZED, SANITIZED_CASES = 4, ("group", "ragged", "repeated")
 
 
-@pytest.fixture(scope="module")
-def space(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Space]:
-    with templates_with_candidates(tmp_path_factory.mktemp("templates with candidates")):
-        yield candidate_space(FAMILY)
+def problem_of(dtype: DType, dims: tuple[int, int], mask: Mask) -> Problem:
+    return Problem(dtype, *dims, batch=1, heads_q=4, heads_kv=2, seqlen_q=300, seqlen_kv=500, mask=mask, op=Op.BACKWARD)
 
 
-def run_on_device() -> OnDevice:
-    def bind(source: Source, problem: Problem) -> BoundSpace:
-        return candidate_space(source.family).bind(problem, device.present())
-
-    return OnDevice(DeviceExecutor(Gpu(0), bind=bind))
+def sources_of(space: Space, problem: Problem) -> list[Source]:
+    bound = space.bind(problem, device.present())
+    return [render(space, problem.klass(), variant) for variant in covering(bound.feasible(), 1)]
 
 
-def sampled(space: Space, seed: int, two_pass: bool) -> tuple[Problem, Source, list[Case]]:
-    chosen = random.Random(seed)
-    dtype, mask, dims = (DType.BFLOAT16, DType.FLOAT16)[seed % 2], MASKS[seed % 3], DIMS[seed % len(DIMS)]
-    problem = Problem(dtype, *dims, batch=1, heads_q=4, heads_kv=2, seqlen_q=300, seqlen_kv=500, mask=mask, op=Op.BACKWARD)
-    feasible = space.bind(problem, device.present()).feasible()
-    variant = chosen.choice([each for each in feasible if each.as_dict()["two_pass"] == two_pass])
-    tiles = variant.as_dict()
-    return problem, backward_source(space, problem, variant), cases_of(problem, int(tiles["block_q"]), int(tiles["block_kv"]))
-
-
-@pytest.mark.parametrize("two_pass", [False, True], ids=["sums", "second_pass"])
-@pytest.mark.parametrize("seed", range(12))
-def test_a_sampled_variant_passes_every_case_on_the_gpu(space: Space, seed: int, two_pass: bool) -> None:
-    problem, source, chosen = sampled(space, seed, two_pass)
-    assert not first_failure(space, source, device.present(), [*chosen, Case("real_size", problem, dlse=True)], [run_on_device()])
-
-
-def test_thirty_repetitions_of_a_second_pass_give_the_same_bits(space: Space) -> None:
-    problem, source, _ = sampled(space, 1, True)
-    case, run, bits = Case("repeated", problem, dlse=True), run_on_device(), []
-    for _ in range(REPETITIONS):
-        tensors = operands(case, expect(case))
-        run(source, space.bind(problem, device.present()), case, tensors)
-        bits.append([cases.bits_of(tensor.view()) for tensor in outputs_of(tensors).values()])
-    assert all(np.array_equal(left, right) for again in bits[1:] for left, right in zip(bits[0], again, strict=True))
+@pytest.mark.parametrize(("dtype", "dims", "mask"), CLASSES, ids=str)
+def test_every_two_values_that_are_offered_together_are_exact_on_the_gpu(dtype: DType, dims: tuple[int, int], mask: Mask) -> None:
+    space, problem, executor, wrong = load_space(FAMILY), problem_of(dtype, dims, mask), DeviceExecutor(Gpu(0)), list[str]()
+    sources = sources_of(space, problem)
+    executor.prepare(sources)
+    for source in sources:
+        found = gate.quick(executor, space, source, problem, 5)
+        failure = found.failure or gradient_gate.spot_check(executor, source, problem, 5).failure
+        wrong += [f"{source.variant}: {failure}"] if failure or found.verdict is not Verdict.EXACT else []
+    assert not wrong, f"{len(wrong)} of {len(sources)}:\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_the_ampere_backward_candidate_is_clean_under_compute_sanitizer(tool: str) -> None:
+def test_designs_of_ampere_backward_are_clean_under_compute_sanitizer(tool: str) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer")
@@ -92,16 +69,18 @@ def test_the_ampere_backward_candidate_is_clean_under_compute_sanitizer(tool: st
 
 
 def main() -> int:
-    """Three variants on their cases; started under compute-sanitizer."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as root, templates_with_candidates(Path(root)):
-        space, failures = candidate_space(FAMILY), list[str]()
-        for seed, two_pass in ((0, False), (2, True), (4, False)):
-            _, source, chosen = sampled(space, seed, two_pass)
-            failures.append(first_failure(space, source, device.present(), chosen[:8], [run_on_device()]))
-    print("\n".join(filter(None, failures)))
-    return int(any(failures))
+    """A few variants that differ in much, on a few of their cases; started under compute-sanitizer."""
+    space, executor, failures = load_space(FAMILY), DeviceExecutor(Gpu(0)), list[str]()
+    sources = sources_of(space, problem_of(*CLASSES[0]))[:SANITIZED]
+    executor.prepare(sources)
+    for source in sources:
+        tiles = source.variant.as_dict()
+        for case in full_suite(source.klass, Tiles(int(tiles["block_q"]), int(tiles["block_kv"]))):
+            if case.name in SANITIZED_CASES:
+                result = gradient_gate.run_case(executor, source, case, 7, space.deterministic(source.klass, source.variant))
+                failures += [result.failure] if result.failure else []
+    print("\n".join(failures))
+    return int(bool(failures))
 
 
 if __name__ == "__main__":
