@@ -125,15 +125,15 @@ struct Handover {
   const u32 start;
 
   FG_DEVICE Handover(u32 shared, const SidePlace<C>& place)
-      : start(shared + static_cast<u32>(
-                           Shape::HANDED_AT + (place.number * Shape::KEY_TILES * Shape::SCORE_TILES * WARP_LANES + place.lane) * 16)) {}
+      : start(shared +
+              static_cast<u32>(Shape::HANDED_AT + (place.number * Shape::KEY_TILES * Shape::SCORE_TILES * WARP_LANES + place.lane) * 16)) {}
 
   FG_DEVICE void give(const Scores<C>& probabilities) const {
     FG_UNROLL
     for (int m = 0; m < Shape::KEY_TILES; ++m) {
       FG_UNROLL
       for (int n = 0; n < Shape::SCORE_TILES; ++n) {
-        const float(&p)[4] = probabilities[m][n];
+        const float (&p)[4] = probabilities[m][n];
         store_shared(at(m, n), Vector16{{float_bits(p[0]), float_bits(p[1]), float_bits(p[2]), float_bits(p[3])}});
       }
     }
