@@ -91,8 +91,8 @@ def judged() -> dict[str, list[Group]]:
 def order_table() -> list[str]:
     """How well variants are ordered, per recording and family."""
     lines = [
-        "| recording | problems | variants | rank correlation (Spearman), estimated registers | with the compiler's | lowest of a problem | "
-        "a variant within 3 % of the best among the ten best predicted | among ten at random |",
+        "| recording | problems | variants | rank correlation (Spearman), estimated registers | with the compiler's "
+        "| lowest of a problem | a variant within 3 % of the best among the ten best predicted | among ten at random |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, some in judged().items():

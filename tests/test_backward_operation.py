@@ -12,10 +12,10 @@ from table_entries import entry
 from test_bench import SimulatedGpu
 from test_dispatch import FakeBackend
 
-from flashgen import bench, cost, peers, reference, table, table_schema
+from flashgen import bench, bundle, cost, peers, reference, table, table_schema, traffic
 from flashgen.device import preset
 from flashgen.dispatch import Dispatcher, Origin
-from flashgen.errors import InvalidSpace, InvalidTable
+from flashgen.errors import InvalidSpace, InvalidTable, UnsupportedProblem
 from flashgen.launch import MappedBackwardStruct, Operand, backward_params, map_of
 from flashgen.model import DType, Mask, Op, Problem, TableEntry, Variant
 from flashgen.peers import DeviceArray, PeerOperands
@@ -101,9 +101,9 @@ def test_a_search_offers_tensor_cores_and_predicts_them_to_be_faster(device: str
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def backward_entry(**changes: Any) -> TableEntry:
+def backward_entry(family: str = "simt_backward", **changes: Any) -> TableEntry:
     of = problem(**changes)
-    bound = load_space("simt_backward").bind(of, DEVICE)
+    bound = load_space(family).bind(of, DEVICE)
     variant = bound.seeds()[0]
     made = entry(of)
     return replace(
@@ -147,6 +147,30 @@ def test_the_command_that_tunes_a_problem_names_operation_and_determinism() -> N
     assert "--op backward" in tune_command(problem()) and "--deterministic" not in tune_command(problem())
     assert tune_command(problem(deterministic=True)).endswith("--op backward --deterministic")
     assert "--op" not in tune_command(problem(op=Op.FORWARD))
+
+
+# Shipping -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["ampere_backward", "simt_backward"])
+def test_a_log_of_gradients_is_covered_by_backward_entries_and_the_rest_told_how_to_tune(tmp_path: Path, family: str) -> None:
+    table.merge(tmp_path / "table.yaml", DEVICE, backward_entry(family))
+    tuned, steady, forward = problem(), problem(deterministic=True), problem(op=Op.FORWARD)
+    (tmp_path / "log.jsonl").write_text("".join(f"{traffic.line_of(each)}\n" for each in (tuned, steady, forward)))
+    found = traffic.coverage(dict(traffic.read(tmp_path / "log.jsonl")), DEVICE, [table.read(tmp_path / "table.yaml", strict=True)])
+    assert {each.problem: each.cover for each in found} == {
+        tuned: traffic.Cover.EXACT, steady: traffic.Cover.FALLBACK, forward: traffic.Cover.FALLBACK,
+    }  # fmt: skip
+    commands = traffic.tune_commands(found, "h200")
+    assert sorted(("--op backward" in each, "--deterministic" in each) for each in commands) == [(False, False), (True, True)]
+
+
+@pytest.mark.parametrize("family", ["ampere_backward", "simt_backward"])
+def test_a_bundle_refuses_backward_kernels_by_name(family: str) -> None:
+    space = load_space(family)
+    source = render(space, problem().klass(), space.bind(problem(), DEVICE).fallback())
+    with pytest.raises(UnsupportedProblem, match=f"{family}.* is launched with BackwardParams; a bundle holds"):
+        bundle._kernel(space, source, None, "")  # type: ignore[arg-type]
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
