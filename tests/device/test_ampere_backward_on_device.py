@@ -31,7 +31,6 @@ CLASSES = (
     (DType.FLOAT16, (128, 128), Mask.causal()),
     (DType.BFLOAT16, (64, 64), Mask.window(100, 20)),
     (DType.BFLOAT16, (256, 256), Mask()),
-    (DType.FLOAT16, (40, 96), Mask.causal()),
 )
 SANITIZED, SANITIZED_CASES = 4, ("group", "ragged", "repeated")
 
