@@ -49,12 +49,12 @@ def test_against_flash_attention_2_no_shape_is_slow_and_the_mean_is_ahead() -> N
     assert min(ratios) >= 0.9
 
 
-def stale(rows: list[dict[str, Any]], chosen: Callable[[dict[str, Any]], str]) -> list[str]:
+def stale(rows: list[dict[str, Any]], chosen: Callable[[dict[str, Any]], str], op: Op = Op.FORWARD) -> list[str]:
     """Rows whose chosen variant has another source by now."""
     found = []
     for row in rows:
         name, dtype = chosen(row), DType(row.get("dtype", "bfloat16"))
-        variant, klass = parsed(name), ProblemClass(Op.FORWARD, dtype, row["head_dim"], row["head_dim"], MaskKind(row["mask"]))
+        variant, klass = parsed(name), ProblemClass(op, dtype, row["head_dim"], row["head_dim"], MaskKind(row["mask"]))
         space = load_space(variant.family)
         if render(space, klass, Variant.of(space.family, space.checked(variant.as_dict()))).digest != row["source_digests"][name]:
             found.append(f"d{row['head_dim']} s{row['seqlen']} {row['mask']}")
