@@ -241,6 +241,25 @@ def test_gradients_come_from_the_kernel_that_explain_names() -> None:
     assert flashgen.explain(*tensors(), causal=True).gradients == ""
 
 
+@pytest.mark.parametrize(
+    ("dtype", "family"),
+    [(torch.float16, "ampere_backward"), (torch.bfloat16, "ampere_backward"), (torch.float32, "simt_backward")],
+    ids=["fp16", "bf16", "fp32"],
+)
+def test_the_backward_pass_runs_the_kernel_that_explain_names(monkeypatch: pytest.MonkeyPatch, dtype: Any, family: str) -> None:
+    from flashgen.emulate import EmulatedExecutor
+
+    ran = list[str]()
+    kept = EmulatedExecutor.backward
+    monkeypatch.setattr(
+        EmulatedExecutor, "backward", lambda self, source, *rest: ran.append(str(source.variant)) or kept(self, source, *rest)
+    )
+    q, k, v = tensors(dtype=dtype, grad=(True, True, True))
+    flashgen.attention(q, k, v, causal=True).sum().backward()
+    assert len(ran) == 1 and ran[0].startswith(f"{family}[")
+    assert f": {ran[0]}" in str(flashgen.explain(q, k, v, causal=True).gradients)
+
+
 @pytest.mark.parametrize("asked", [None, False, True])
 @pytest.mark.parametrize("switch", [False, True])
 def test_determinism_is_the_callers_word_else_torchs_switch(asked: bool | None, switch: bool) -> None:
