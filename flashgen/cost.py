@@ -20,6 +20,7 @@ from flashgen.space import BoundSpace
 
 EXP2_PER_CLOCK = 16  # per SM, sm_70 to sm_120
 SHARED_BYTES_PER_CLOCK = 128  # per SM
+L2_SHARE = 0.85  # of L2 for what is read again; queries and outputs pass through too. By counters of one NVIDIA H200
 L2_BYTES_PER_CLOCK = 48  # per SM; reached in practice
 ISSUERS = 4  # warp schedulers of an SM
 SOFTMAX_OPS = 5  # float32 instructions per score: scale, maximum, sum, conversion
@@ -131,25 +132,59 @@ def occupancy(device: DeviceLimits, threads: int, registers: int, shared_bytes: 
 def traffic(bound: BoundSpace, variant: Variant, ctas_per_sm: int) -> Traffic:
     """Bytes that one run moves, with `ctas_per_sm` CTAs resident per SM."""
     problem, at = bound.problem, bound.names(variant)
-    element, row = problem.dtype.bytes, (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes
+    row = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes
     backward = problem.op is Op.BACKWARD  # as many gradients as operands
     once = problem.batch_heads * problem.seqlen_q * (2 * row + 8 if backward else row + 4)  # q, o, lse
     keys = problem.batch * problem.heads_kv * problem.seqlen_kv * row
-    tiles, _, query_tiles = _tiles(problem, at.get("block_q", 64), at.get("block_kv", 64))
-    read = max(keys, int(tiles * at.get("block_kv", 64) * row * problem.batch_heads)) if tiles else 0
+    block_kv = at.get("block_kv", 64)
+    tiles, _, _ = _tiles(problem, at.get("block_q", 64), block_kv)
+    read = max(keys, int(tiles * block_kv * row * problem.batch_heads)) if tiles else 0
+    missed = int(min(read, keys) + max(0, read - keys) * _missed_share(bound, at, ctas_per_sm))
+    matrices = again = 0
+    if bound.space.definition.cost.get("materialised", 0):  # scores and probabilities are written and read in global memory
+        matrix = problem.batch_heads * problem.seqlen_q * problem.seqlen_kv * problem.dtype.bytes
+        matrices, again = 4 * matrix, int(matrix * _share_read_again(bound, at, ctas_per_sm))
+    once += keys if backward else 0
+    return Traffic(once + missed + matrices + again, once + read + matrices + again)
+
+
+def _missed_share(bound: BoundSpace, at: dict[str, int], ctas_per_sm: int) -> float:
+    """Share of the reads of K and V after the first ones that L2 does not answer.
+
+    Between two walks over the K and V of one head come walks over those of all heads whose query tiles are taken in turn, as far as their
+    mask lets them see. Where all of that fits L2, nothing is missed. Where it does not, a query tile finds only what another one of the
+    same head, in flight at the same time, has just left; the first of them finds nothing. Without a mask all are equally long, start
+    together and walk in step, so the others miss nothing. With one they start at different keys and end at different times: they are spread
+    over the walk, and find the share of it that L2 holds.
+    """
+    problem, block_kv = bound.problem, at.get("block_kv", 64)
+    visits, query_tiles = _visits(problem, at.get("block_q", 64), block_kv)
+    if not sum(visits):
+        return 0.0
     in_flight = max(1, ctas_per_sm * bound.device.sm_count)
     mixed = at.get("head_section", problem.batch_heads if at.get("tile_order", 0) else 1)  # heads whose query tiles come in turn
-    heads = min(problem.batch_heads, max(min(mixed, in_flight), math.ceil(in_flight / max(1, query_tiles))))
+    heads = min(problem.batch_heads, max(mixed, math.ceil(in_flight / query_tiles)))
     key_heads = math.ceil(heads / problem.gqa_group)
-    held = key_heads * problem.seqlen_kv * row
-    together = 1.0 - key_heads / in_flight  # CTAs of one key head walk over it side by side; one of them misses
-    hit = min(1.0, max(together, 0.8 * bound.device.l2_bytes / max(1, held)))
-    missed = int(min(read, keys) + max(0, read - keys) * (1.0 - hit))
-    matrices = 0
-    if bound.space.definition.cost.get("materialised", 0):  # scores and probabilities are written and read in global memory
-        matrices = 4 * problem.batch_heads * problem.seqlen_q * problem.seqlen_kv * element
-    once += keys if backward else 0
-    return Traffic(once + missed + matrices, once + read + matrices)
+    others = max(0.0, 1.0 - key_heads / in_flight)
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes
+    held = L2_SHARE * bound.device.l2_bytes / (key_heads * block_kv * row_bytes)  # tiles of each head
+    in_step = min(visits) == max(visits)
+    return sum(count - others * (count if in_step else held) for count in visits if count > held) / sum(visits)
+
+
+def _share_read_again(bound: BoundSpace, at: dict[str, int], ctas_per_sm: int) -> float:
+    """Share of the matrix of scores that the textbook softmax reads from DRAM a second time.
+
+    One warp owns a row. Its first two walks, for maximum and sum, are short, since 16 loads are in flight. The third waits for one load
+    after the other, since each store might change what the next load reads; so at any time nearly every warp is somewhere in its third.
+    Until a warp comes to the part p of its row, the others touch the part p of theirs, and p of them finish one row and read all of the
+    next: 2p - p²/2 rows per row in flight. From where that exceeds L2, the rest of the row is read again.
+    """
+    problem = bound.problem
+    warps = ctas_per_sm * bound.device.sm_count * (at.get("threads", 128) // 32)
+    in_flight = min(warps, problem.batch_heads * problem.seqlen_q) * problem.seqlen_kv * problem.dtype.bytes
+    held = L2_SHARE * bound.device.l2_bytes / max(1, in_flight)  # rows per row in flight
+    return math.sqrt(4.0 - 2.0 * min(1.5, held)) - 1.0  # 1 - p
 
 
 def roofline_us(bound: BoundSpace, variant: Variant, report: CompileReport | None = None) -> float:
@@ -308,8 +343,8 @@ def _reach(problem: Problem) -> tuple[int | None, int | None]:
 
 
 @lru_cache(maxsize=4096)
-def _tiles(problem: Problem, block_q: int, block_kv: int) -> tuple[float, int, int]:
-    """K/V tiles visited by all query tiles of one head, the most that one visits, and the number of query tiles.
+def _visits(problem: Problem, block_q: int, block_kv: int) -> tuple[tuple[int, ...], int]:
+    """K/V tiles visited by each query tile of one head, and the number of query tiles.
 
     Long sequences are sampled at evenly spaced query tiles.
     """
@@ -322,6 +357,13 @@ def _tiles(problem: Problem, block_q: int, block_kv: int) -> tuple[float, int, i
         first = 0 if low is None else max(0, first_row + low)
         end = problem.seqlen_kv if high is None else min(problem.seqlen_kv, last_row + high + 1)
         counts.append(math.ceil(end / block_kv) - first // block_kv if end > first else 0)
+    return tuple(counts), query_tiles
+
+
+@lru_cache(maxsize=4096)
+def _tiles(problem: Problem, block_q: int, block_kv: int) -> tuple[float, int, int]:
+    """K/V tiles visited by all query tiles of one head, the most that one visits, and the number of query tiles."""
+    counts, query_tiles = _visits(problem, block_q, block_kv)
     if not counts:
         return 0.0, 0, 0
     return sum(counts) * query_tiles / len(counts), max(counts), query_tiles

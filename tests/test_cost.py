@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashgen import cost, device
+from flashgen import accounting, cost, device
 from flashgen.model import Alignment, CompileReport, DType, Mask, MaskKind, Problem, Variant
-from flashgen.space import BoundSpace, parse_space
+from flashgen.space import BoundSpace, load_space, parse_space
 
 TEXT = (Path(__file__).parent / "data" / "example_space.yaml").read_text()
 EXAMPLE = parse_space(TEXT)
@@ -163,6 +163,43 @@ def test_keys_beyond_l2_are_read_again_from_dram() -> None:
     at = bound(problem(128, 131072, batch=1, heads_q=132, heads_kv=132), "l4")
     moved = cost.traffic(at, point(at), 1)
     assert 132 * 131072 * 4 * 128 * 2 < moved.dram_bytes <= moved.l2_bytes
+
+
+MANY = problem(128, 8192, batch=8)  # 128 heads with 4 MiB of keys and values each; 132 SMs
+
+
+def moved_in_turn(asked: Problem, ctas_per_sm: int, tile_order: int = 1) -> cost.Traffic:
+    """Of a kernel that takes one query tile of every head in turn, or (0) all of one head's."""
+    at = load_space("ampere_forward").bind(asked, device.preset("h200"))
+    return cost.traffic(at, at.variant(at.seeds()[0].as_dict() | {"tile_order": tile_order}), ctas_per_sm)
+
+
+def test_without_a_mask_the_ctas_of_one_head_walk_in_step_and_share_what_l2_cannot_hold() -> None:
+    once = moved_in_turn(MANY, 1, tile_order=0).dram_bytes
+    for ctas_per_sm, in_flight in ((1, 132), (2, 264)):
+        moved = moved_in_turn(MANY, ctas_per_sm)
+        assert (moved.dram_bytes - once) / (moved.l2_bytes - once) == pytest.approx(128 / in_flight)
+    assert once == 128 * 8192 * (4 * 128 * 2 + 4)
+
+
+def test_with_a_mask_they_drift_apart_and_share_little_until_their_keys_fit() -> None:
+    moved = moved_in_turn(replace(MANY, mask=Mask.causal()), 2)
+    assert 0.85 * moved.l2_bytes < moved.dram_bytes < moved.l2_bytes
+    narrow = replace(MANY, mask=Mask.window(256, 0))  # at most 7 tiles of 32 KiB per query tile and head
+    assert moved_in_turn(narrow, 2).dram_bytes == 128 * 8192 * (4 * 128 * 2 + 4)
+
+
+def test_with_more_heads_in_turn_than_ctas_in_flight_nothing_is_shared() -> None:
+    moved = moved_in_turn(replace(MANY, batch=16), 1)
+    assert moved.dram_bytes == moved.l2_bytes
+
+
+@pytest.mark.parametrize(("seqlen", "share"), [(2048, 0), (4096, 0.39), (8192, 0.72), (32768, 0.93)])
+def test_the_textbook_softmax_reads_scores_again_where_the_rows_in_flight_exceed_l2(seqlen: int, share: float) -> None:
+    at = load_space("standard_forward").bind(problem(128, seqlen, batch=2), device.preset("h200"))
+    variant = at.fallback()
+    again = cost.traffic(at, variant, 6).dram_bytes - accounting.account(at, variant).once_bytes
+    assert again / (32 * seqlen * seqlen * 2) == pytest.approx(share, abs=0.01)
 
 
 def test_shared_key_heads_are_read_once_per_group() -> None:

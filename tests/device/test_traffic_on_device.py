@@ -1,52 +1,42 @@
-"""DRAM bytes by the GPU's own counters against the model. Needs Nsight Compute (ncu).
-
-Every operand is several times as large as L2, so that what a kernel leaves there unwritten is a small part of its bytes.
-"""
+"""DRAM bytes by the GPU's own counters against the model. Needs Nsight Compute (ncu); RECORD_TRAFFIC=FILE keeps the counts."""
 
 from __future__ import annotations
 
+import os
+import time
 from functools import lru_cache
+from pathlib import Path
 
 import counters
 import pytest
-from run_traffic import problem_of, variant_of
+import recorded_traffic
+from recorded_traffic import FAMILIES, PROBLEMS, WITHIN
 
-from flashgen import accounting, cost
+from flashgen import bench
 from flashgen.device import present
-from flashgen.space import load_space
 
 pytestmark = [pytest.mark.device, pytest.mark.slow]
-FAMILIES = ("standard_forward", "ampere_forward", "hopper_forward")
-PROBLEMS = (
-    "8 32 4096 128 full",
-    "8 64 4096 64 full",
-    "2 64 8192 128 full",
-    "4 32 8192 128 causal",
-    "8 64 4096 64 causal",
-    "16 32 2048 128 causal",
-)
-WITHIN = 0.10
 
 
 @lru_cache
 def counted(family: str) -> tuple[float, ...]:
     """DRAM bytes of each problem; one run of ncu for all."""
     try:
-        return tuple(counters.total(each) for each in counters.dram_bytes(family, PROBLEMS))
+        found = counters.dram_bytes(family, PROBLEMS)
     except counters.NoCounters as error:
         pytest.skip(str(error))
+    if path := os.environ.get("RECORD_TRAFFIC"):
+        driver = bench.open_device(0).telemetry.driver_version()
+        about = {"gpu": present().name, "date": time.strftime("%Y-%m-%d"), "driver": driver}
+        recorded_traffic.write(Path(path), about, family, found)
+    return tuple(counters.total(each) for each in found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("words", PROBLEMS)
 def test_dram_bytes_are_within_a_tenth_of_the_model(family: str, words: str) -> None:
-    space, limits, asked = load_space(family), present(), problem_of(words)
-    if (reason := space.unsupported(asked, limits)) is not None:
+    if (reason := recorded_traffic.unsupported(family, words, present())) is not None:
         pytest.skip(reason)
-    bound = space.bind(asked, limits)
-    variant = variant_of(bound)
-    if family == "standard_forward":
-        modelled = accounting.account(bound, variant).once_bytes
-    else:
-        modelled = cost.traffic(bound, variant, cost.resources(bound, variant).ctas_per_sm).dram_bytes
-    assert counted(family)[PROBLEMS.index(words)] == pytest.approx(modelled, rel=WITHIN), f"model {modelled:,} bytes"
+    found, model = counted(family)[PROBLEMS.index(words)], recorded_traffic.modelled(family, words, present())
+    print(f"{family} {recorded_traffic.line(words, found, model)}")
+    assert found == pytest.approx(model, rel=WITHIN)
