@@ -151,7 +151,7 @@ function drawMaps() {
   const rows = [...new Set(cells.map((c) => c.tile[0]))].sort((a, b) => a - b), columns = [...new Set(cells.map((c) => c.tile[1]))].sort((a, b) => a - b);
   const by = new Map(cells.map((c) => [c.tile.join(), c])), dark = matchMedia("(prefers-color-scheme: dark)").matches;
   const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.tile : null;
-  $("maps").className = stages.length > 1 ? "maps" : "maps single";
+  $("maps").className = `maps${stages.length > 1 ? "" : " single"}${columns.length > 8 ? " dense" : ""}`;
   $("maps").innerHTML = stages.map((s) => `<table class="map"><caption>${stages.length > 1 ? `${s} stage${s > 1 ? "s" : ""}` : "query rows × key rows"}</caption>
     <thead><tr><th scope="col"><span aria-label="query rows down, key rows across">q╲kv</span></th>${columns.map((kv) => `<th scope="col">${kv}</th>`).join("")}</tr></thead><tbody>
     ${rows.map((q) => `<tr><th scope="row">${q}</th>${columns.map((kv) => {
