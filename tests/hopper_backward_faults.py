@@ -6,7 +6,7 @@ from __future__ import annotations
 from flashgen.model import Mask
 
 NONE, CAUSAL, WINDOW = Mask(), Mask.causal(), Mask.window(-1, -1)
-SPLIT, OVERLAPPED, SERIAL, ORDERED, CLOSING = "split", "overlapped", "serial", "ordered", "closing"
+SPLIT, OVERLAPPED, SERIAL, ORDERED, CLEARING = "split", "overlapped", "serial", "ordered", "clearing"
 
 # fmt: off
 FAULTS = (
@@ -50,13 +50,6 @@ FAULTS = (
     ("the exponentials do not wait for the scores", "product_wait<2>(scores); this->exponentiate", "this->exponentiate", NONE, OVERLAPPED),
     ("the counter is drawn once too often", "static_cast<u32>(tiles - 1))", "static_cast<u32>(tiles))", NONE, SPLIT),
     ("dq is stored with the strides of q", "const GradientHead<Element> dq(params.dq, params.dq_strides, place.batch, place.head,", "const GradientHead<Element> dq(params.dq, params.forward.q_strides, place.batch, place.head,", NONE, SPLIT),
-    ("a block is rounded a tile early", "tiles_of_block<C>(params.forward, blocks.walk.block) - 1);", "tiles_of_block<C>(params.forward, blocks.walk.block) - 2);", NONE, CLOSING),
-    ("counts start as they are", "store_global(counts + index, 0u);", "", NONE, CLOSING),
-    ("dq of rows that see nothing is left as it is", "if (tiles_of_block<C>(forward, block) > 0) continue;", "continue;", CAUSAL, CLOSING),
-    ("a block is counted before it is added to", "mbarrier_wait(Base::added_full(shared, exchange), exchange / 2 % 2);", "", NONE, CLOSING),
-    ("rounded rows are written before all lanes have read the last ones", "warp_sync(); store_matrix_x4_transposed(place(", "store_matrix_x4_transposed(place(", NONE, CLOSING),
-    ("columns past the last of a closed block are stored", "dq.rows && own_column < C::HEAD_DIM) dq", "dq.rows && own_column < C::HEAD_DIM + 8) dq", NONE, "wide and closing"),
-    ("dq of a closed block lacks the scale", "float_from_bits(pair[0]) * params.scale, float", "float_from_bits(pair[0]), float", NONE, CLOSING),
 )
 
 # Of sums in turn; judged by their bits, too.
@@ -75,3 +68,12 @@ ORDER_FAULTS = (
     ("the first tile of a CTA is not drawn", "int tile = C::ORDERED ? TileQueue::draw_all(params.counters, tiles) : static_cast<int>(block_index());", "int tile = static_cast<int>(block_index());", NONE, ORDERED),
     ("the counter is left a draw short", "static_cast<u32>(tiles + static_cast<int>(grid_size()) - 1)", "static_cast<u32>(tiles + static_cast<int>(grid_size()))", NONE, ORDERED),
 )
+
+IN_CLEARING = [
+    ("sums are not awaited", "if (section >= cleared_first()) await_word(cleared(section), static_cast<u32>(tiles()));", ""),
+    ("sums are awaited a share early", "await_word(cleared(section), static_cast<u32>(tiles()));", "await_word(cleared(section), static_cast<u32>(tiles()) - 1);"),
+    ("the last vector of a share is left out", "index < last; index += WARP_LANES) store_global(sums + index", "index < last - 1; index += WARP_LANES) store_global(sums + index"),
+    ("shares do not cover the section", "/ static_cast<u32>(tiles()) + 1;", "/ static_cast<u32>(tiles());"),
+    ("counts start as they are", "store_global(sections.cleared(static_cast<int>(index)), 0u);", ""),
+    ("the first launch clears a section less", "return minimum(count(), ceil_div(C::CLEAR_AHEAD, tiles()));", "return minimum(count(), ceil_div(C::CLEAR_AHEAD, tiles())) - (thread_count() == C::PREPARE_THREADS ? 1 : 0);"),
+]  # fmt: skip

@@ -23,19 +23,19 @@ from flashgen.space import BoundSpace
 FEW_SMS = replace(preset("h200"), sm_count=3)  # several tiles per CTA already in small problems
 SPLIT = {
     "fused": False, "block_q": 32, "num_stages": 3, "key_stages": 1, "block_kv": 32, "kv_stages": 2, "order": 0, "turned": False,
-    "direct": False, "ordered": False, "closing": False, "ping_pong": False, "keys_in_registers": False, "keys_from_shared": False,
-    "rotate": False, "pin": False, "head_section": 1,
+    "direct": False, "ordered": False, "clear_ahead": 0, "ping_pong": False, "keys_in_registers": False, "keys_from_shared": False, "rotate": False,
+    "pin": False, "head_section": 1,
 }  # fmt: skip
 OVERLAPPED = SPLIT | {"fused": True, "block_q": 64, "num_stages": 2, "block_kv": 64, "ping_pong": True}
 SERIAL = SPLIT | {"fused": True, "num_stages": 2, "block_kv": 64, "order": 1, "turned": True}
-CLOSING = SERIAL | {"direct": True, "closing": True}
-ORDERED = SERIAL | {"ordered": True, "head_section": 4}
+CLEARING = SERIAL | {"direct": True, "clear_ahead": 32}
+ORDERED = SERIAL | {"ordered": True, "head_section": 8}
 VARIANTS = {
     faults.SPLIT: (SPLIT, (64, 64)), faults.OVERLAPPED: (OVERLAPPED, (64, 64)), faults.SERIAL: (SERIAL, (128, 128)),
-    faults.ORDERED: (ORDERED, (64, 64)), faults.CLOSING: (CLOSING, (64, 64)), "wide and closing": (CLOSING | {"block_q": 80}, (80, 72)),
-    "overlapped in turn": (OVERLAPPED | {"ordered": True}, (64, 64)),
+    faults.ORDERED: (ORDERED, (64, 64)), faults.CLEARING: (CLEARING, (64, 64)), "overlapped in turn": (OVERLAPPED | {"ordered": True}, (64, 64)),
 }  # fmt: skip
 SLOW = pytest.mark.slow
+ASKED = ((POLICIES[0], 1), (POLICIES[0], 5), (POLICIES[1], 3), (POLICIES[2], 5), (POLICIES[3], 4))  # policies, CTAs alive
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +82,38 @@ def test_a_fault_in_the_candidate_is_rejected(hopper: HopperBackward, what: str,
     assert first_failure(hopper.space, broken, FEW_SMS, chosen, runs), f"{what}: accepted"
 
 
+# Sums cleared ahead ---------------------------------------------------------------------------------------------------
+
+
+def cleared_ahead(hopper: HopperBackward, mask: Mask, values: dict[str, int]) -> tuple[Source, BoundSpace, Case]:
+    """Sections of 3 or 24 tiles of keys, each with two heads of two blocks of rows; the last section is smaller."""
+    mask = Mask.window(60, 40) if mask == MASKS[2] else mask
+    problem = replace(problem_of(DType.BFLOAT16, (64, 64), mask), batch=9, heads_q=4, heads_kv=2, seqlen_q=60, seqlen_kv=300)
+    bound = hopper.space.bind(problem, replace(FEW_SMS, sm_count=5))
+    like = next(case for case in cases_of(problem, values["block_q"], 128) if case.name == "group")
+    return hopper.source(problem, bound.variant(values)), bound, replace(like, problem=problem)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("mask", [MASKS[0], pytest.param(MASKS[1], marks=SLOW), pytest.param(MASKS[2], marks=SLOW)], ids=str)
+@pytest.mark.parametrize("how", [{}, pytest.param({"direct": False}, marks=SLOW), pytest.param({"head_section": 8}, marks=SLOW)], ids=str)
+def test_sums_cleared_ahead_are_zero_in_every_schedule(hopper: HopperBackward, how: dict[str, int], mask: Mask) -> None:
+    values = CLEARING | how
+    values |= {"head_section": 1} if mask == MASKS[0] else {}
+    source, bound, case = cleared_ahead(hopper, mask, values)
+    runs = [emulated(hopper, policy, live, 20) for policy, live in ASKED]
+    assert not first_failure(hopper.space, source, bound.limits, [case], runs)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(("what", "old", "new"), faults.IN_CLEARING, ids=[fault[0].replace(" ", "-") for fault in faults.IN_CLEARING])
+def test_a_fault_in_clearing_ahead_is_rejected(hopper: HopperBackward, what: str, old: str, new: str) -> None:
+    source, bound, case = cleared_ahead(hopper, MASKS[0], CLEARING)
+    runs = [emulated(hopper, policy, live, 20) for policy, live in ASKED]
+    assert first_failure(hopper.space, planted(source, what, old, new), bound.limits, [case], runs), f"{what}: accepted"
+
+
 # Sums in turn ---------------------------------------------------------------------------------------------------------
-
-ASKED = ((POLICIES[0], 1), (POLICIES[0], 5), (POLICIES[1], 3), (POLICIES[2], 5), (POLICIES[3], 4))  # policies, CTAs alive
-
 
 def turns_of(hopper: HopperBackward, mask: Mask, name: str = faults.ORDERED) -> tuple[Source, BoundSpace, Case]:
     """Five tiles of keys, four blocks of rows, the last of each partial, two heads for each of two heads of keys.

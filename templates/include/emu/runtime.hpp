@@ -47,6 +47,7 @@ void write_global(void* address, const void* value, u32 bytes);
 u32 exchange_global(u32* address, u32 (*change)(u32 old, u32 operand), u32 operand, const char* who);
 void wait_word(const u32* address, u32 value);
 void publish_word(u32* address, u32 value);
+void count_word(u32* address);
 
 u32 exchange(u32 value, int lane_mask);
 bool vote_any(bool predicate);

@@ -5,7 +5,7 @@
 namespace fg {
 
 FG_DEVICE void await_word(const u32* address, u32 value) { emu::wait_word(address, value); }
-FG_DEVICE u32 count_word(u32* address, u32 last) { return atomic_increment_wrap(address, last); }
+FG_DEVICE void count_word(u32* address) { emu::count_word(address); }
 FG_DEVICE void publish_word(u32* address, u32 value) { emu::publish_word(address, value); }
 
 }  // namespace fg

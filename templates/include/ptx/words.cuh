@@ -12,13 +12,8 @@ FG_DEVICE void await_word(const u32* address, u32 value) {
   } while (found != value);
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-// How often the word has been counted before, 0 to `last`; behind the last count it starts again. What every counting thread knew to be
-// done before, sums by atomics included, is done for those that count later.
-FG_DEVICE u32 count_word(u32* address, u32 last) {
-  u32 before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(last) : "memory");
-  return before;
-}
+// One more. What every counting thread knew to be done before is done for a thread that awaits the full count.
+FG_DEVICE void count_word(u32* address) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(address) : "memory"); }
 // After bulk_wait<0>: reading alone does not finish a bulk sum.
 FG_DEVICE void publish_word(u32* address, u32 value) {
   asm volatile("fence.proxy.async.global;" ::: "memory");

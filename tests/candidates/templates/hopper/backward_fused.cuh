@@ -4,7 +4,6 @@
 // goes to shared memory, from where each computes one half of dQ, a block later: by then the other's dS has long been there. Each warp adds
 // its share of dQ by one bulk copy.
 #pragma once
-#include "backward_closing.cuh"
 #include "backward_ordered.cuh"
 #include "backward_overlapped.cuh"
 #include "backward_rounding.cuh"

@@ -97,10 +97,7 @@ struct FusedBase {
   // By the number of the exchange.
   FG_DEVICE static u32 buffer_of(u32 exchange) { return exchange % 2; }
   FG_DEVICE u32 exchange_full(u32 exchange) const { return barrier(Shape::EXCHANGE_FULL) + 8 * buffer_of(exchange); }
-  FG_DEVICE u32 exchange_empty(u32 exchange) const { return exchange_empty(shared, exchange); }
-  FG_DEVICE static u32 exchange_empty(u32 shared, u32 exchange) {
-    return Shape::barrier(shared, Shape::EXCHANGE_EMPTY) + 8 * buffer_of(exchange);
-  }
+  FG_DEVICE u32 exchange_empty(u32 exchange) const { return barrier(Shape::EXCHANGE_EMPTY) + 8 * buffer_of(exchange); }
   FG_DEVICE void release_keys() {
     warp_release(barrier(Shape::KEYS_EMPTY + keys.stage));
     keys = keys.next();
@@ -182,7 +179,6 @@ struct FusedBase {
       float* target = share_of(block) + lane * 4;
       FG_UNROLL
       for (int i = 0; i < DQ_REGISTERS; i += 4) add_global(target + i / 4 * 128, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
-      if constexpr (C::CLOSING) warp_release(added_full(shared, exchange));
       return;
     }
     if constexpr (C::ORDERED) {
@@ -201,8 +197,6 @@ struct FusedBase {
   FG_DEVICE static u32 staged_full(u32 shared, int half, u32 exchange) {
     return Shape::barrier(shared, Shape::STAGED_FULL + 2 * half) + 8 * (exchange % 2);
   }
-  // Of the dQ of an exchange, when it is rounded as soon as it is complete.
-  FG_DEVICE static u32 added_full(u32 shared, u32 exchange) { return Shape::barrier(shared, Shape::ADDED_FULL) + 8 * buffer_of(exchange); }
   // And from there on to the sums, by this warp or in turn; after a fence by every lane and a meeting of the warp.
   FG_DEVICE void add_staged(int block, u32 exchange) const {
     if constexpr (C::ORDERED) {

@@ -1,6 +1,7 @@
 // What both ways to the gradients of keys and values share: a CTA holds a tile of K and V and walks over the blocks of query rows that see
 // it, in every query head of the group. Q and dO come in rings, each with its row statistics.
 #pragma once
+#include "backward_clearing.cuh"
 #include "backward_products.cuh"
 #include "backward_schedule.cuh"
 #include "gradient_store.cuh"
@@ -14,11 +15,8 @@ struct KeyShape {
   static constexpr int K_BYTES = operand_bytes(C::KEY_ROWS, C::HEAD_DIM), V_BYTES = operand_bytes(C::KEY_ROWS, C::HEAD_DIM_V);
   static constexpr int Q_BYTES = operand_bytes(C::BLOCK_Q, C::HEAD_DIM), DOUT_BYTES = operand_bytes(C::BLOCK_Q, C::HEAD_DIM_V);
   static constexpr int STATISTIC_BYTES = 4 * C::BLOCK_Q;
-  static constexpr int EXCHANGE_BYTES = 2 * C::KEY_ROWS * C::BLOCK_Q;                       // dS or P, 16-bit
-  static constexpr int CLOSED_BYTES = 16 * 16 * 2;                                          // rounded at a time
-  static constexpr int STAGING_BYTES = C::FUSED && !C::DIRECT ? 2 * 64 * C::DQ_COLUMNS * 4  // dQ of both warpgroups
-                                       : C::CLOSING           ? CLOSED_BYTES
-                                                              : 0;
+  static constexpr int EXCHANGE_BYTES = 2 * C::KEY_ROWS * C::BLOCK_Q;                            // dS or P, 16-bit
+  static constexpr int STAGING_BYTES = C::FUSED && !C::DIRECT ? 2 * 64 * C::DQ_COLUMNS * 4 : 0;  // dQ of both warpgroups
 
   static constexpr int K = 0, V = K + C::KEY_STAGES * K_BYTES, Q = V + C::KEY_STAGES * V_BYTES, DOUT = Q + C::NUM_STAGES * Q_BYTES;
   static constexpr int EXCHANGE = DOUT + C::NUM_STAGES * DOUT_BYTES, STAGING = EXCHANGE + 2 * EXCHANGE_BYTES;
@@ -30,10 +28,7 @@ struct KeyShape {
   static constexpr int DOUT_FULL = Q_EMPTY + C::NUM_STAGES, DOUT_EMPTY = DOUT_FULL + C::NUM_STAGES;
   static constexpr int EXCHANGE_FULL = DOUT_EMPTY + C::NUM_STAGES, EXCHANGE_EMPTY = EXCHANGE_FULL + 2;
   static constexpr int TILE_FULL = EXCHANGE_EMPTY + 2, TILE_EMPTY = TILE_FULL + 2, TILE_WORDS = TILE_EMPTY + 2;
-  static constexpr int STAGED_FULL = TILE_WORDS + 1, STAGED_EMPTY = STAGED_FULL + 4, END_OF_ORDERED = STAGED_FULL + (C::ORDERED ? 6 : 0);
-  static constexpr int CLOSED_SLOTS = 8, ADDED_FULL = END_OF_ORDERED, CLOSED_FULL = ADDED_FULL + 2,
-                       CLOSED_EMPTY = CLOSED_FULL + CLOSED_SLOTS;
-  static constexpr int CLOSED_WORDS = CLOSED_EMPTY + CLOSED_SLOTS, END = END_OF_ORDERED + (C::CLOSING ? 2 + CLOSED_SLOTS * 5 / 2 : 0);
+  static constexpr int STAGED_FULL = TILE_WORDS + 1, STAGED_EMPTY = STAGED_FULL + 4, END = STAGED_FULL + (C::ORDERED ? 6 : 0);
   static_assert(BARRIERS + 8 * END == C::KEY_SHARED_BYTES, "the layout of shared memory is the formula of the search space");
 
   static constexpr int SCORES = C::BLOCK_Q / 2, WORDS = C::BLOCK_Q / 4;  // registers
@@ -46,9 +41,6 @@ struct KeyShape {
   FG_DEVICE static u32 barrier(u32 shared, int index) { return shared + static_cast<u32>(BARRIERS + 8 * index); }
   FG_DEVICE static TileQueue queue(u32 shared) {
     return {barrier(shared, TILE_WORDS), barrier(shared, TILE_FULL), barrier(shared, TILE_EMPTY)};
-  }
-  FG_DEVICE static NumberQueue<CLOSED_SLOTS> closed_blocks(u32 shared) {
-    return {barrier(shared, CLOSED_WORDS), barrier(shared, CLOSED_FULL), barrier(shared, CLOSED_EMPTY)};
   }
   FG_DEVICE static void initialise(u32 shared) {
     constexpr int WARPS = 8, EXCHANGING_WARPS = C::FUSED ? 8 : 4;
@@ -65,18 +57,13 @@ struct KeyShape {
     }
     for (int buffer = 0; buffer < 2; ++buffer) {
       mbarrier_init(barrier(shared, EXCHANGE_FULL + buffer), EXCHANGING_WARPS);
-      mbarrier_init(barrier(shared, EXCHANGE_EMPTY + buffer), EXCHANGING_WARPS + (C::CLOSING ? 1 : 0));
+      mbarrier_init(barrier(shared, EXCHANGE_EMPTY + buffer), EXCHANGING_WARPS);
     }
     if constexpr (C::ORDERED) {
       for (int i = 0; i < 4; ++i) mbarrier_init(barrier(shared, STAGED_FULL + i), WARPS / 2);
       for (int half = 0; half < 2; ++half) mbarrier_init(barrier(shared, STAGED_EMPTY + half), 1);
     }
-    if constexpr (C::CLOSING) {
-      for (int i = 0; i < 2; ++i) mbarrier_init(barrier(shared, ADDED_FULL + i), WARPS);
-      NumberQueue<CLOSED_SLOTS>::initialise(barrier(shared, CLOSED_FULL), barrier(shared, CLOSED_EMPTY), 1);
-    }
-    TileQueue::initialise(barrier(shared, TILE_FULL), barrier(shared, TILE_EMPTY),
-                          TileQueue::READERS + (C::ORDERED ? 2 : 0) + (C::CLOSING ? 1 : 0));
+    TileQueue::initialise(barrier(shared, TILE_FULL), barrier(shared, TILE_EMPTY), TileQueue::READERS + (C::ORDERED ? 2 : C::CLEAR_AHEAD > 0 ? 1 : 0));
     fence_mbarrier_init();
   }
 };
@@ -115,6 +102,7 @@ struct BlockWalk {
 template <class C>
 struct BlockProducer {
   using Shape = KeyShape<C>;
+  static constexpr bool WAITS = C::ORDERED || C::CLEAR_AHEAD > 0;  // for tiles with lower numbers
   const MappedBackwardParams& params;
   const u32 shared;
 
@@ -133,19 +121,23 @@ struct BlockProducer {
     bulk_load(shared + Shape::DELTA + statistic, statistics.delta + first, Shape::STATISTIC_BYTES, dout_full);
   }
 
+  FG_DEVICE int draw(int tiles) const {
+    return WAITS ? TileQueue::draw_all(params.counters, tiles) : TileQueue::draw(params.counters, tiles);
+  }
   FG_DEVICE void run() const {
     const ForwardParams& forward = params.problem.forward;
     const RowStatistics statistics(forward);
     const int tiles = KeyTile<C>::list(forward).tiles, group = forward.heads_q / forward.heads_kv;
     TileQueue queue = Shape::queue(shared);
     RingSlot<C::NUM_STAGES> at;
-    int tile = C::ORDERED ? TileQueue::draw_all(params.counters, tiles) : static_cast<int>(block_index());
+    int tile = WAITS ? TileQueue::draw_all(params.counters, tiles) : static_cast<int>(block_index());
     FG_NO_UNROLL
     while (true) {
+      if (C::CLEAR_AHEAD > 0 && tile != NO_TILE) SumSections<C>(forward).await(tile);
       queue.publish(tile);
       if (tile == NO_TILE) break;
       const KeyTile<C> place = KeyTile<C>::of(forward, tile);
-      if constexpr (!C::ORDERED) tile = TileQueue::draw(params.counters, tiles);
+      if constexpr (!C::ORDERED) tile = draw(tiles);
       BlockWalk<C> walk(forward, place.key);
       int head = place.head_kv * group;
       FG_NO_UNROLL
@@ -155,7 +147,7 @@ struct BlockProducer {
         if (walk.advance()) ++head;
       }
       // Tiles wait for those before them, so the CTA that is done first takes the next.
-      if constexpr (C::ORDERED) tile = TileQueue::draw_all(params.counters, tiles);
+      if constexpr (C::ORDERED) tile = draw(tiles);
     }
   }
 };

@@ -1,5 +1,6 @@
 // First launch of the backward pass: statistics of the rows, and zeros where dq is going to be summed.
 #pragma once
+#include "backward_clearing.cuh"
 #include "backward_turns.cuh"
 #include "gradient_store.cuh"
 
@@ -24,7 +25,7 @@ struct Preparation {
       : params(given), forward(given.forward), to(given.forward), chunk(thread_index() % LANES) {
     const u32 heads = static_cast<u32>(forward.heads_q), strips = static_cast<u32>(ceil_div(forward.seqlen_q, C::STRIP_ROWS));
     const u32 count = static_cast<u32>(forward.batch) * heads * strips;
-    const u32 mine = static_cast<u32>(block_index()) * WARPS + static_cast<u32>(thread_index() / WARP_LANES);
+    const u32 mine = cta() * WARPS + static_cast<u32>(thread_index() / WARP_LANES);
     const u32 index = mine < count ? mine : count - 1, outer = index / heads;
     head = static_cast<int>(index - outer * heads);
     batch = static_cast<int>(outer / strips);
@@ -106,10 +107,12 @@ struct Preparation {
     padding();
     if constexpr (C::FUSED) zero_sums();
     if constexpr (C::ORDERED) first_turns();
-    if constexpr (C::CLOSING) first_counts();
+    if constexpr (C::CLEAR_AHEAD > 0) first_counts();
   }
 
-  FG_DEVICE u32 own_index() const { return static_cast<u32>(block_index()) * C::PREPARE_THREADS + static_cast<u32>(thread_index()); }
+  // The last heads first: those with which the next launch begins are then in the L2 cache.
+  FG_DEVICE static u32 cta() { return static_cast<u32>(grid_size()) - 1 - static_cast<u32>(block_index()); }
+  FG_DEVICE u32 own_index() const { return cta() * C::PREPARE_THREADS + static_cast<u32>(thread_index()); }
   FG_DEVICE u32 all_threads() const { return static_cast<u32>(grid_size()) * C::PREPARE_THREADS; }
   FG_DEVICE u32 all_heads() const { return static_cast<u32>(forward.batch) * static_cast<u32>(forward.heads_q); }
   FG_DEVICE u32 blocks() const { return static_cast<u32>(ceil_div(forward.seqlen_q, C::BLOCK_Q)); }
@@ -124,10 +127,11 @@ struct Preparation {
       store_global(to.delta + place, 0.0f);
     }
   }
-  // A run of the sums by every CTA.
+  // A run of the sums by every CTA; later ones may be left to the next launch.
   FG_DEVICE void zero_sums() const {
-    const u32 vectors = all_heads() * blocks() * (C::BLOCK_Q * operand_columns(C::HEAD_DIM) / 4), ctas = static_cast<u32>(grid_size());
-    const u32 run = vectors / ctas + 1, first = run * static_cast<u32>(block_index());
+    const SumSections<C> sections(forward);
+    const u32 vectors = sections.vectors(sections.cleared_first()), ctas = static_cast<u32>(grid_size());
+    const u32 run = vectors / ctas + 1, first = run * cta();
     const u32 last = first + run < vectors ? first + run : vectors;
     Vector16* sums = reinterpret_cast<Vector16*>(to.sums);
     for (u32 index = first + static_cast<u32>(thread_index()); index < last; index += C::PREPARE_THREADS)
@@ -139,21 +143,11 @@ struct Preparation {
     for (u32 index = own_index(); index < all_heads() * blocks(); index += all_threads())
       store_global(turns + index, static_cast<u32>(first_tile_of<C>(forward, static_cast<int>(index % blocks()))));
   }
-  // And dq of the blocks that nobody is going to add to.
   FG_DEVICE void first_counts() const {
-    u32* counts = turns_of<C>(forward);
+    const SumSections<C> sections(forward);
     FG_NO_UNROLL
-    for (u32 index = own_index(); index < all_heads() * blocks(); index += all_threads()) {
-      store_global(counts + index, 0u);
-      const int of = static_cast<int>(index / blocks()), block = static_cast<int>(index % blocks());
-      if (tiles_of_block<C>(forward, block) > 0) continue;
-      const GradientHead<Element> dq(params.dq, params.dq_strides, of / forward.heads_q, of % forward.heads_q, forward.seqlen_q);
-      FG_NO_UNROLL
-      for (int at = block * C::BLOCK_Q; at < minimum((block + 1) * C::BLOCK_Q, forward.seqlen_q); ++at) {
-        FG_NO_UNROLL
-        for (int column = 0; column < C::HEAD_DIM; column += CHUNK_ELEMENTS) dq.store_chunk(at, column, Vector16{{0, 0, 0, 0}});
-      }
-    }
+    for (u32 index = own_index(); index < static_cast<u32>(sections.count()); index += all_threads())
+      store_global(sections.cleared(static_cast<int>(index)), 0u);
   }
 };
 

@@ -41,7 +41,7 @@ struct QueryShape {
       mbarrier_init(barrier(shared, V_FULL + stage), 1);
       mbarrier_init(barrier(shared, V_EMPTY + stage), 4 * CONSUMERS);
     }
-    TileQueue::initialise(barrier(shared, TILE_FULL), barrier(shared, TILE_EMPTY), TileQueue::READERS);
+    TileQueue::initialise(barrier(shared, TILE_FULL), barrier(shared, TILE_EMPTY));
     fence_mbarrier_init();
   }
 };

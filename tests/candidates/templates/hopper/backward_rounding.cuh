@@ -66,12 +66,12 @@ struct QueryRounding {
   }
 };
 
-// A CTA per block.
+// A CTA per block, the last ones first: their sums are still in the L2 cache.
 template <class C>
 FG_DEVICE void round_query_sums(const BackwardParams& params) {
   const int warp = thread_index() / WARP_LANES;
   const QueryRounding<C> rounding{params, dynamic_shared(), warp / 4, warp % 4, thread_index() % WARP_LANES};
-  rounding.run(static_cast<int>(block_index()));
+  rounding.run(static_cast<int>(grid_size() - 1 - block_index()));
 }
 
 }  // namespace fg

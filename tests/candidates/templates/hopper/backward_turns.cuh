@@ -1,12 +1,11 @@
-// Where tiles of keys find whose turn it is to add to dQ, or how many have added.
+// Where tiles of keys find whose turn it is to add to dQ.
 #pragma once
 #include "backward_schedule.cuh"
 #include "row_statistics.cuh"
 
 namespace fg {
 
-// A word per block of query rows, counted over all heads: the number of the tile of keys that adds next, or how many have added. They lie
-// behind the sums.
+// A word per block of query rows, counted over all heads: the number of the tile of keys that adds next. They lie behind the sums.
 template <class C>
 FG_DEVICE u32* turns_of(const ForwardParams& forward) {
   const i64 blocks = static_cast<i64>(forward.batch) * forward.heads_q * ceil_div(forward.seqlen_q, C::BLOCK_Q);

@@ -27,55 +27,29 @@ struct WorkList {
   }
 };
 
-// Numbers from one thread to others of its CTA, all of them to each, in order.
-template <int SLOTS>
-struct NumberQueue {
-  u32 words, full, empty;  // shared memory: numbers, mbarriers
+// The sequence of tiles of one CTA. One thread draws and publishes; a second producing thread and the consuming warps read.
+struct TileQueue {
+  static constexpr int SLOTS = 2, READERS = 9;
+
+  u32 words, full, empty;  // shared memory: tile numbers, mbarriers
   int turn = 0;
 
-  FG_DEVICE NumberQueue(u32 words_at, u32 full_at, u32 empty_at) : words(words_at), full(full_at), empty(empty_at) {}
+  FG_DEVICE TileQueue(u32 words_at, u32 full_at, u32 empty_at) : words(words_at), full(full_at), empty(empty_at) {}
 
-  FG_DEVICE static void initialise(u32 full_at, u32 empty_at, int readers) {
+  FG_DEVICE static void initialise(u32 full_at, u32 empty_at, int readers = READERS) {
     for (int slot = 0; slot < SLOTS; ++slot) {
       mbarrier_init(full_at + 8 * slot, 1);
       mbarrier_init(empty_at + 8 * slot, static_cast<u32>(readers));
     }
   }
 
-  FG_DEVICE void publish(int number) {
+  FG_DEVICE void publish(int tile) {
     const int slot = turn % SLOTS;
     mbarrier_wait(empty + 8 * slot, turn / SLOTS % 2 ^ 1);
-    store_shared(words + 4 * slot, static_cast<u32>(number));
+    store_shared(words + 4 * slot, static_cast<u32>(tile));
     mbarrier_arrive(full + 8 * slot);
     ++turn;
   }
-  FG_DEVICE int read_alone() {
-    const int number = wait_and_load();
-    mbarrier_arrive(empty + 8 * (turn % SLOTS));
-    ++turn;
-    return number;
-  }
-  FG_DEVICE int read() {  // all lanes of a warp
-    const int number = wait_and_load();
-    warp_release(empty + 8 * (turn % SLOTS));
-    ++turn;
-    return number;
-  }
-
- private:
-  FG_DEVICE int wait_and_load() const {
-    const int slot = turn % SLOTS;
-    mbarrier_wait(full + 8 * slot, turn / SLOTS % 2);
-    return static_cast<int>(load_shared<u32>(words + 4 * slot));
-  }
-};
-
-// The sequence of tiles of one CTA. One thread draws and publishes; a second producing thread and the consuming warps read.
-struct TileQueue : NumberQueue<2> {
-  static constexpr int READERS = 9;
-
-  FG_DEVICE TileQueue(u32 words_at, u32 full_at, u32 empty_at) : NumberQueue(words_at, full_at, empty_at) {}
-
   // The tile after `tile`, from a counter that ends where it began: a launch draws exactly `tiles` times.
   FG_DEVICE static int draw(u32* counter, int tiles) {
     const int tile = static_cast<int>(grid_size()) + static_cast<int>(atomic_increment_wrap(counter, static_cast<u32>(tiles - 1)));
@@ -85,6 +59,25 @@ struct TileQueue : NumberQueue<2> {
   FG_DEVICE static int draw_all(u32* counter, int tiles) {
     const int tile = static_cast<int>(atomic_increment_wrap(counter, static_cast<u32>(tiles + static_cast<int>(grid_size()) - 1)));
     return tile < tiles ? tile : NO_TILE;
+  }
+  FG_DEVICE int read_alone() {
+    const int tile = wait_and_load();
+    mbarrier_arrive(empty + 8 * (turn % SLOTS));
+    ++turn;
+    return tile;
+  }
+  FG_DEVICE int read() {  // all lanes of a warp
+    const int tile = wait_and_load();
+    warp_release(empty + 8 * (turn % SLOTS));
+    ++turn;
+    return tile;
+  }
+
+ private:
+  FG_DEVICE int wait_and_load() const {
+    const int slot = turn % SLOTS;
+    mbarrier_wait(full + 8 * slot, turn / SLOTS % 2);
+    return static_cast<int>(load_shared<u32>(words + 4 * slot));
   }
 };
 
@@ -132,16 +125,6 @@ template <class C>
 FG_DEVICE int first_tile_of(const ForwardParams& forward, int block) {
   if constexpr (C::MASK != MASK_WINDOW) return 0;
   return maximum(0, block * C::BLOCK_Q + forward.diagonal - forward.window_left) / C::KEY_ROWS;
-}
-
-// How many tiles of keys need it.
-template <class C>
-FG_DEVICE int tiles_of_block(const ForwardParams& forward, int block) {
-  int keys = forward.seqlen_kv;  // up to the last that some row sees
-  const int below = minimum((block + 1) * C::BLOCK_Q, forward.seqlen_q) + forward.diagonal;
-  if constexpr (C::MASK == MASK_CAUSAL) keys = minimum(keys, below);
-  if constexpr (C::MASK == MASK_WINDOW) keys = minimum(keys, below + forward.window_right);
-  return maximum(0, ceil_div(maximum(0, keys), C::KEY_ROWS) - first_tile_of<C>(forward, block));
 }
 
 // A tile of keys: the head of keys that it belongs to, its first key.
