@@ -102,7 +102,7 @@ def test_sums_cleared_ahead_are_zero_in_every_schedule(hopper: HopperBackward, h
     values |= {"head_section": 1} if mask == MASKS[0] else {}
     source, bound, case = cleared_ahead(hopper, mask, values)
     runs = [emulated(hopper, policy, live, 20) for policy, live in ASKED]
-    assert not first_failure(hopper.space, source, bound.limits, [case], runs)
+    assert not first_failure(hopper.space, source, bound.device, [case], runs)
 
 
 @pytest.mark.emulated
@@ -110,7 +110,7 @@ def test_sums_cleared_ahead_are_zero_in_every_schedule(hopper: HopperBackward, h
 def test_a_fault_in_clearing_ahead_is_rejected(hopper: HopperBackward, what: str, old: str, new: str) -> None:
     source, bound, case = cleared_ahead(hopper, MASKS[0], CLEARING)
     runs = [emulated(hopper, policy, live, 20) for policy, live in ASKED]
-    assert first_failure(hopper.space, planted(source, what, old, new), bound.limits, [case], runs), f"{what}: accepted"
+    assert first_failure(hopper.space, planted(source, what, old, new), bound.device, [case], runs), f"{what}: accepted"
 
 
 # Sums in turn ---------------------------------------------------------------------------------------------------------

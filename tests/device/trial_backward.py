@@ -132,7 +132,7 @@ class Operands:
         return Operand(x.data_ptr(), (x.stride(0), x.stride(2), x.stride(1)))
 
     def bind(self, device: OnDevice, source: Source) -> tuple[Call, list[Call]]:
-        """The whole backward pass, and each of its launches alone."""
+        """The whole backward pass, and each of its launches alone where none waits for words that another resets."""
         bound, case = device.family.space.bind(self.problem, device.limits), Case("timed", self.problem)
         names = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
         at = {name: self.operand(name) for name in names} | {"lse": Operand(self.lse.data_ptr(), (0, 0, 0)), "dlse": Operand(0, (0, 0, 0))}
@@ -146,7 +146,9 @@ class Operands:
             alone = [grid if place == index else 0 for place, grid in enumerate(grids)]
             return lambda: kernel.launch(alone, kept[1])
 
-        return lambda: kernel.launch(grids, kept[1]), [part(index) for index in range(len(grids))]
+        values = source.variant.as_dict()
+        waits = values["ordered"] or values["clear_ahead"]
+        return lambda: kernel.launch(grids, kept[1]), [] if waits else [part(index) for index in range(len(grids))]
 
     def peers(self, wanted: tuple[str, ...] = ("cudnn",)) -> dict[str, Call]:
         """Gradients by other libraries, through autograd."""
@@ -258,10 +260,8 @@ def timed(device: OnDevice, sources: list[Source], problem: Problem, wanted: tup
     for name in sorted(best, key=lambda name: medians[name]):
         calls[name]()
         alone = times_us({str(index): call for index, call in enumerate(parts[name])}, 1, 5)
-        shares = " + ".join(f"{values[0]:.0f}" for values in alone.values())
-        print(
-            f"  {flops / medians[name] / 1e6:.0f} TFLOP/s = {medians[peer] / medians[name]:.3f} x {peer}; {shares} us; {name}", flush=True
-        )
+        shares = " + ".join(f"{values[0]:.0f}" for values in alone.values()) + " us; " if alone else ""
+        print(f"  {flops / medians[name] / 1e6:.0f} TFLOP/s = {medians[peer] / medians[name]:.3f} x {peer}; {shares}{name}", flush=True)
     return {"problem": str(problem), "samples_us": samples, "quick_us": quick}
 
 
