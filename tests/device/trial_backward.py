@@ -58,6 +58,7 @@ class OnDevice:
     """Compiles, loads and launches sources on GPU 0; fulfils `backward_kernels.Run`."""
 
     family: hopper.HopperBackward
+    sampled: dict[str, set[int]]  # values of parameters that the sample is drawn from
     executor: runtime.DeviceExecutor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class OnDevice:
     def built(self, problem: Problem, count: int) -> list[Source]:
         """Seeds first, then a sample; what does not compile, is serialised or spills too much is reported and left out."""
         bound = self.family.space.bind(problem, self.limits)
-        feasible = bound.feasible()
+        feasible = [each for each in bound.feasible() if all(each.as_dict()[name] in values for name, values in self.sampled.items())]
         chosen = dict.fromkeys([*bound.seeds(), *random.Random(1).sample(feasible, min(count, len(feasible)))])
         sources = [self.family.source(problem, variant) for variant in chosen]
         started, kept = time.perf_counter(), []
@@ -265,12 +266,19 @@ def timed(device: OnDevice, sources: list[Source], problem: Problem, wanted: tup
     return {"problem": str(problem), "samples_us": samples, "quick_us": quick}
 
 
+def partitioned(text: str) -> tuple[str, str, str]:
+    return text.partition("=")
+
+
 def main(asked: argparse.Namespace, started: float) -> None:
     rows, head_dims = list[dict[str, Any]](), tuple(asked.head_dims)
+    masks = [mask for mask in MASKS if str(mask) in asked.masks]
     warming = warmed(head_dims) if "fa4" in asked.peers else []
     with tempfile.TemporaryDirectory() as root, templates_with_candidates(Path(root)):
-        device = OnDevice(hopper.hopper_space())
-        for head_dim, mask in ((head_dim, mask) for head_dim in head_dims for mask in MASKS):
+        device = OnDevice(
+            hopper.hopper_space(), {name: set(map(int, values.split(","))) for name, _, values in map(partitioned, asked.where)}
+        )
+        for head_dim, mask in ((head_dim, mask) for head_dim in head_dims for mask in masks):
             if time.perf_counter() - started > asked.seconds:
                 break
             print(f"d{head_dim} {mask}", flush=True)
@@ -290,6 +298,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--variants", type=int, default=0, help="a random sample beside the seeds")
+    parser.add_argument(
+        "--where", nargs="+", default=[], metavar="NAME=VALUE[,VALUE]", help="what to sample from, e.g. fused=1 block_q=64,80"
+    )
+    parser.add_argument("--masks", nargs="+", choices=["full", "causal"], default=["full", "causal"])
     parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--peers", nargs="+", choices=[*PEERS, "fa4"], default=["cudnn", "fa4"])
