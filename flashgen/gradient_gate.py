@@ -65,23 +65,28 @@ class Expected:
 
 def quick(executor: BackwardExecutor, space: GradientSpace, source: Source, problem: Problem, seed: int) -> Certificate:
     """A few cases: enough to reject nearly every fault inside a search. Inputs are drawn afresh from `seed`."""
-    return _certificate(executor, space, source, gradient_suite.quick_suite(source.klass, tiles_of(space, source)), problem, seed)
+    return _certificate(executor, space, source, gradient_suite.quick_suite(source.klass, *sizes_of(space, source)), problem, seed)
 
 
 def full(executor: BackwardExecutor, space: GradientSpace, source: Source, problem: Problem, seed: int) -> Certificate:
     """The whole suite; on the device also one launch of the problem's real size, checked on sampled rows and keys."""
-    chosen, spot = gradient_suite.full_suite(source.klass, tiles_of(space, source)), executor.name is ExecutorName.DEVICE
+    chosen, spot = gradient_suite.full_suite(source.klass, *sizes_of(space, source)), executor.name is ExecutorName.DEVICE
     return _certificate(executor, space, source, chosen, problem, seed, spot=spot)
 
 
 def single(executor: BackwardExecutor, space: GradientSpace, source: Source, name: str, seed: int) -> CaseResult:
     """One case by name, as a failure message repeats it. Raises InvalidProblem for a name outside the suite."""
-    by_name = {case.name: case for case in gradient_suite.full_suite(source.klass, tiles_of(space, source))}
+    by_name = {case.name: case for case in gradient_suite.full_suite(source.klass, *sizes_of(space, source))}
     if name not in by_name:
         raise InvalidProblem(
             f"The suite {gradient_suite.SUITE} for {source.klass.mask} masks has no case {name!r}. It has: {', '.join(by_name)}."
         )
     return run_case(executor, source, by_name[name], seed, space.deterministic(source.klass, source.variant))
+
+
+def sizes_of(space: TileSizes, source: Source) -> tuple[suite.Tiles, int]:
+    """Tile sizes of a variant, and how many tiles of keys it looks ahead, which size its cases."""
+    return tiles_of(space, source), source.variant.as_dict().get("clear_ahead", 0)
 
 
 @cache

@@ -46,22 +46,24 @@ class Case:
         return bool(self.zeros) or self.twin is not Twin.NONE
 
 
-QUICK_TOPICS = ("group", "ragged", "square", "one_hot", "nothing_flows", "only_lse", "constant", "layout-unaligned", "repeated")
+QUICK_TOPICS = ("group", "ragged", "square", "one_hot", "nothing_flows", "only_lse", "constant", "layout-unaligned", "repeated", "crowd")
 """The cases of the quick suite, by name in the full one."""
 
 
 @lru_cache(maxsize=64)
-def full_suite(klass: ProblemClass, tiles: Tiles) -> tuple[Case, ...]:
-    """All cases for the class."""
+def full_suite(klass: ProblemClass, tiles: Tiles, ahead: int = 0) -> tuple[Case, ...]:
+    """All cases for the class; `ahead`: how many tiles of keys a kernel prepares for while it works on one."""
     suite = _Suite(klass, tiles)
     for part in (_shapes, _bitwise, _magnitudes, _layouts, _twins, _edges):
         part(suite)
+    if ahead:
+        _crowd(suite, ahead)
     return tuple(suite.cases)
 
 
-def quick_suite(klass: ProblemClass, tiles: Tiles) -> tuple[Case, ...]:
+def quick_suite(klass: ProblemClass, tiles: Tiles, ahead: int = 0) -> tuple[Case, ...]:
     """The few cases that reject most faults, for use inside a search."""
-    return tuple(case for case in full_suite(klass, tiles) if case.name in QUICK_TOPICS)
+    return tuple(case for case in full_suite(klass, tiles, ahead) if case.name in QUICK_TOPICS)
 
 
 class _Suite:
@@ -173,6 +175,11 @@ def _edges(suite: _Suite) -> None:
     for shift in range(min(q, 16) if suite.klass.mask is MaskKind.WINDOW else 0):
         suite.add("edge_of_rows", (q + kv + 4, q + kv + 4), mask=Mask.window(shift, 2))
         suite.add("edge_of_keys", (q + 1, 2 * kv + 1), mask=Mask.window(2, shift))
+
+
+def _crowd(suite: _Suite, ahead: int) -> None:
+    """Twice as many tiles of keys as a kernel looks ahead, and more, of many short heads."""
+    suite.add("crowd", (5, 2 * suite.tiles.block_kv + 1), (ahead // 4 + 5, 8, 4))
 
 
 def one_hot(block_kv: int) -> Make:

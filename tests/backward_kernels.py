@@ -63,9 +63,9 @@ def of_backward(problem: Problem) -> Problem:
 # Cases ----------------------------------------------------------------------------------------------------------------
 
 
-def cases_of(problem: Problem, block_q: int, block_kv: int) -> list[Case]:
+def cases_of(problem: Problem, block_q: int, block_kv: int, ahead: int = 0) -> list[Case]:
     """Cases around the tile edges, for the compiled-in part of `problem`."""
-    return list(full_suite(of_backward(problem).klass(), Tiles(block_q, block_kv)))
+    return list(full_suite(of_backward(problem).klass(), Tiles(block_q, block_kv), ahead))
 
 
 def inputs_of(tensors: BackwardTensors) -> dict[str, Tensor]:

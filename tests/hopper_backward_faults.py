@@ -74,6 +74,6 @@ IN_CLEARING = [
     ("sums are awaited a share early", "await_word(cleared(section), static_cast<u32>(tiles()));", "await_word(cleared(section), static_cast<u32>(tiles()) - 1);"),
     ("the last vector of a share is left out", "index < last; index += WARP_LANES) store_global(sums + index", "index < last - 1; index += WARP_LANES) store_global(sums + index"),
     ("shares do not cover the section", "/ static_cast<u32>(tiles()) + 1;", "/ static_cast<u32>(tiles());"),
-    ("counts start as they are", "store_global(sections.cleared(static_cast<int>(index)), 0u);", ""),
-    ("the first launch clears a section less", "return minimum(count(), ceil_div(C::CLEAR_AHEAD, tiles()));", "return minimum(count(), ceil_div(C::CLEAR_AHEAD, tiles())) - (thread_count() == C::PREPARE_THREADS ? 1 : 0);"),
+    ("counts start as they are", "store_global(sections.cleared(static_cast<int>(index)), 0u);", ";"),
+    ("the first launch clears a section less", "sections.vectors(sections.cleared_first()), ctas", "sections.vectors(sections.cleared_first() - 1), ctas"),
 ]  # fmt: skip

@@ -171,9 +171,17 @@ def test_a_variant_that_promises_nothing_is_held_to_the_bound_and_its_certificat
 def test_the_quick_suite_is_a_part_of_the_full_one_and_names_are_unique() -> None:
     for mask in MaskKind:
         klass = source(mask).klass
-        full, quick = (each(klass, Tiles(16, 8)) for each in (gradient_suite.full_suite, gradient_suite.quick_suite))
+        full, quick = (each(klass, Tiles(16, 8), 32) for each in (gradient_suite.full_suite, gradient_suite.quick_suite))
         assert len({case.name for case in full}) == len(full)
         assert {case.name for case in quick} == set(gradient_suite.QUICK_TOPICS)
+
+
+def test_a_kernel_that_looks_ahead_has_a_case_with_more_tiles_than_that() -> None:
+    klass = source().klass
+    without, added = (gradient_suite.full_suite(klass, Tiles(64, 64), ahead) for ahead in (0, 128))
+    assert [case.name for case in added[len(without) :]] == ["crowd"]
+    crowd = added[-1].problem
+    assert crowd.batch * crowd.heads_kv * -(-crowd.seqlen_kv // 128) >= 2 * 128 + 32  # a section of heads more
 
 
 def test_a_case_runs_by_its_name_and_an_unknown_name_is_refused() -> None:

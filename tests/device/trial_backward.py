@@ -94,7 +94,7 @@ class OnDevice:
         exact, started = [], time.perf_counter()
         for number, source in enumerate(sources):
             tiles = source.variant.as_dict()
-            cases = hopper.cases_for(cases_of(problem, tiles["block_q"], tiles["block_kv"]))
+            cases = hopper.cases_for(cases_of(problem, tiles["block_q"], tiles["block_kv"], tiles["clear_ahead"]))
             cases = cases if number < 2 else cases[:CASES]
             try:
                 found = (failure_of(self.family.space, source, self.limits, case, self) for case in cases)
