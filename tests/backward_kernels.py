@@ -2,52 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import pytest
 
-from flashgen import paths, reference
+from flashgen import reference
 from flashgen.emulate import DEADLINE_S, POLICIES, EmulatedExecutor, Policy
 from flashgen.gradient_gate import Expected, expect, gradients_of, operands, run_case
 from flashgen.gradient_suite import Case, Make, full_suite
 from flashgen.model import BackwardTensors, DeviceLimits, ExecutorName, ForwardTensors, Op, Problem, Source, Tensor, Variant
 from flashgen.render import render
-from flashgen.space import BoundSpace, Space, load_space, parse_space
+from flashgen.space import BoundSpace, Space
 from flashgen.suite import Tiles
 
 __all__ = [
-    "CANDIDATES", "Case", "Expected", "Make", "Run", "Running", "backward_source", "candidate_space", "cases_of", "emulated", "expect",
-    "failure_of", "first_failure", "inputs_of", "of_backward", "operands", "outputs_of", "ratios", "templates_with_candidates",
+    "Case", "Expected", "Make", "Run", "Running", "backward_source", "cases_of", "emulated", "expect",
+    "failure_of", "first_failure", "inputs_of", "of_backward", "operands", "outputs_of", "ratios",
 ]  # fmt: skip
-CANDIDATES = Path(__file__).parent / "candidates"
 
 
 # The family -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def templates_with_candidates(root: Path) -> Iterator[None]:
-    """Templates as they would be if the candidates were families; `root` is empty and grows links."""
-    shipped = paths.templates()
-    for folder in (shipped, CANDIDATES / "templates"):
-        for path in folder.rglob("*"):
-            link = root / path.relative_to(folder)
-            if path.is_file() and not link.exists():
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paths, "templates", lambda: root)
-        yield
-
-
-def candidate_space(family: str) -> Space:
-    """The space of a backward candidate, or of a shipped family."""
-    file = CANDIDATES / "search_spaces" / f"{family}.yaml"
-    return parse_space(file.read_text(), family) if file.exists() else load_space(family)
 
 
 def backward_source(space: Space, problem: Problem, variant: Variant) -> Source:

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Mistakes planted into the Hopper backward candidate: what, old text, new text, the mask that shows it, and the variant that has it."""
+"""Mistakes planted into `hopper_backward`: what, old text, new text, the mask that shows it, and the variant that has it."""
 
 from __future__ import annotations
 

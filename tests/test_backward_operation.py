@@ -79,7 +79,8 @@ def test_tensor_cores_serve_untuned_gradients_in_16_bits(device: str, determinis
     for dtype in (DType.FLOAT16, DType.BFLOAT16):
         for head_dim in (8, 64, 128, 256):
             asked = problem(dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, deterministic=deterministic)
-            assert [variant.family for _, variant in fallbacks(asked, preset(device))] == ["ampere_backward", "simt_backward"]
+            first = ["hopper_backward"] if preset(device).sm == 90 else []
+            assert [variant.family for _, variant in fallbacks(asked, preset(device))] == [*first, "ampere_backward", "simt_backward"]
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("t4", DType.FLOAT16), ("h200", DType.FLOAT32), ("a100", DType.FLOAT32)])
@@ -93,8 +94,8 @@ def test_a_search_offers_tensor_cores_and_predicts_them_to_be_faster(device: str
 
     asked = problem(head_dim=128, head_dim_v=128, seqlen_q=4096, seqlen_kv=4096)
     bounds = {bound.space.family: bound for bound in bind_families(asked, preset(device))}
-    assert set(bounds) == {"ampere_backward", "simt_backward"}
     fastest = {family: min(cost.roofline_us(bound, each) for each in bound.seeds()) for family, bound in bounds.items()}
+    assert sorted(fastest, key=lambda family: fastest[family]) == ["hopper_backward", "ampere_backward", "simt_backward"][device != "h200" :]
     assert fastest["ampere_backward"] < fastest["simt_backward"] / 5
 
 

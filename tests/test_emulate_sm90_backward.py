@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flashgen import paths
 from flashgen.emulate import POLICIES, EmulationReport, Emulator, Memory, Policy
 from flashgen.model import DType
 from flashgen.reference import encode
@@ -18,7 +19,7 @@ from flashgen.tensor_map import MapBytes, TensorMapSpec
 pytestmark = [pytest.mark.emulated, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 
 KERNELS = Path(__file__).parent / "emulator"
-FORMS = Path(__file__).parent / "candidates" / "templates" / "include" / "backward_products.cuh"
+FORMS = paths.templates() / "include" / "backward_products.cuh"
 ELEMENTS = {DType.FLOAT16: "Half", DType.BFLOAT16: "BFloat16"}
 
 # Form, left tile, right tile, whether the tiles enter transposed, and whether the left one goes through registers.
