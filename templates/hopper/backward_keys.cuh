@@ -63,7 +63,10 @@ struct KeyShape {
       for (int i = 0; i < 4; ++i) mbarrier_init(barrier(shared, STAGED_FULL + i), WARPS / 2);
       for (int half = 0; half < 2; ++half) mbarrier_init(barrier(shared, STAGED_EMPTY + half), 1);
     }
-    TileQueue::initialise(barrier(shared, TILE_FULL), barrier(shared, TILE_EMPTY), TileQueue::READERS + (C::ORDERED ? 2 : C::CLEAR_AHEAD > 0 ? 1 : 0));
+    TileQueue::initialise(barrier(shared, TILE_FULL), barrier(shared, TILE_EMPTY),
+                          TileQueue::READERS + (C::ORDERED           ? 2
+                                                : C::CLEAR_AHEAD > 0 ? 1
+                                                                     : 0));
     fence_mbarrier_init();
   }
 };
