@@ -31,6 +31,11 @@ VARIANTS = {
         "keys_in_registers": False, "tile_order": 0, "dq_steps": 1, "delayed_dq": True, "staggered": False,
         "pass_block_q": 64, "pass_block_kv": 32, "pass_warps": 4, "pass_stages": 2,
     },
+    "hopper_backward": {
+        "fused": False, "block_q": 32, "num_stages": 2, "key_stages": 1, "block_kv": 32, "kv_stages": 2, "order": 0, "turned": False,
+        "direct": False, "ordered": False, "clear_ahead": 0, "ping_pong": False, "keys_in_registers": False,
+        "keys_from_shared": False, "rotate": False, "pin": False, "head_section": 1,
+    },
 }  # fmt: skip
 BOTH = (Mask.causal(), Mask.causal(Alignment.TOP_LEFT))
 

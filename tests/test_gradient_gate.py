@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import ampere_backward_faults
+import backward_faults
+import hopper_backward_faults
 import numpy as np
 import pytest
 
@@ -142,6 +146,15 @@ def test_a_planted_fault_is_rejected(fault: str) -> None:
     found = gradient_gate.full(Model(FAULTS[fault]), ModelSpace(), source(), PROBLEM, 0)
     assert found.verdict is Verdict.INEXACT, f"{fault}: accepted"
     assert "Repeat: flashgen certify" in found.failure and "--op backward" in found.failure
+
+
+def test_the_docs_count_the_planted_faults() -> None:
+    text = " ".join((Path(__file__).parents[1] / "docs" / "backward.md").read_text().split())
+    hopper = len(hopper_backward_faults.FAULTS) + len(hopper_backward_faults.ORDER_FAULTS) + len(hopper_backward_faults.IN_CLEARING)
+    assert f"{len(FAULTS)} in gradients computed in NumPy" in text
+    assert f"{len(backward_faults.FAULTS)} in the text of `simt_backward`" in text
+    assert f"{len(ampere_backward_faults.FAULTS)} in that of `ampere_backward`" in text
+    assert f"{hopper} in that of `hopper_backward`" in text
 
 
 class Unsteady:
