@@ -129,8 +129,11 @@ def occupancy(device: DeviceLimits, threads: int, registers: int, shared_bytes: 
     return limits[limit], limit
 
 
-def traffic(bound: BoundSpace, variant: Variant, ctas_per_sm: int) -> Traffic:
-    """Bytes that one run moves, with `ctas_per_sm` CTAs resident per SM."""
+def traffic(bound: BoundSpace, variant: Variant, ctas_per_sm: int, in_step: bool = True) -> Traffic:
+    """Bytes that one run moves, with `ctas_per_sm` CTAs resident per SM.
+
+    `in_step=False` gives the bytes where CTAs of one head have drifted apart though no mask parts them (see `_missed_share`).
+    """
     problem, at = bound.problem, bound.names(variant)
     row = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes
     backward = problem.op is Op.BACKWARD  # as many gradients as operands
@@ -139,7 +142,7 @@ def traffic(bound: BoundSpace, variant: Variant, ctas_per_sm: int) -> Traffic:
     block_kv = at.get("block_kv", 64)
     tiles, _, _ = _tiles(problem, at.get("block_q", 64), block_kv)
     read = max(keys, int(tiles * block_kv * row * problem.batch_heads)) if tiles else 0
-    missed = int(min(read, keys) + max(0, read - keys) * _missed_share(bound, at, ctas_per_sm))
+    missed = int(min(read, keys) + max(0, read - keys) * _missed_share(bound, at, ctas_per_sm, in_step))
     matrices = again = 0
     if bound.space.definition.cost.get("materialised", 0):  # scores and probabilities are written and read in global memory
         matrix = problem.batch_heads * problem.seqlen_q * problem.seqlen_kv * problem.dtype.bytes
@@ -148,14 +151,17 @@ def traffic(bound: BoundSpace, variant: Variant, ctas_per_sm: int) -> Traffic:
     return Traffic(once + missed + matrices + again, once + read + matrices + again)
 
 
-def _missed_share(bound: BoundSpace, at: dict[str, int], ctas_per_sm: int) -> float:
+def _missed_share(bound: BoundSpace, at: dict[str, int], ctas_per_sm: int, in_step: bool = True) -> float:
     """Share of the reads of K and V after the first ones that L2 does not answer.
 
     Between two walks over the K and V of one head come walks over those of all heads whose query tiles are taken in turn, as far as their
     mask lets them see. Where all of that fits L2, nothing is missed. Where it does not, a query tile finds only what another one of the
-    same head, in flight at the same time, has just left; the first of them finds nothing. Without a mask all are equally long, start
-    together and walk in step, so the others miss nothing. With one they start at different keys and end at different times: they are spread
-    over the walk, and find the share of it that L2 holds.
+    same head, in flight at the same time, has just left; the first of them finds nothing. With a mask they start at different keys and end
+    at different times: they are spread over the walk, and find the share of it that L2 holds. Without one all are equally long and start
+    together, and the others miss nothing while they walk in step. Nothing but L2 keeps them there: who is ahead waits for DRAM, who follows
+    does not. Once they are further apart than L2 reaches, the next walks start apart as well, and they find no more than with a mask. When
+    that happens is chance, and differs from launch to launch; `in_step` chooses the state. Few CTAs per head and many tiles that L2 cannot
+    hold make the states differ.
     """
     problem, block_kv = bound.problem, at.get("block_kv", 64)
     visits, query_tiles = _visits(problem, at.get("block_q", 64), block_kv)
@@ -168,8 +174,8 @@ def _missed_share(bound: BoundSpace, at: dict[str, int], ctas_per_sm: int) -> fl
     others = max(0.0, 1.0 - key_heads / in_flight)
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes
     held = L2_SHARE * bound.device.l2_bytes / (key_heads * block_kv * row_bytes)  # tiles of each head
-    in_step = min(visits) == max(visits)
-    return sum(count - others * (count if in_step else held) for count in visits if count > held) / sum(visits)
+    found = in_step and min(visits) == max(visits)
+    return sum(count - others * (count if found else held) for count in visits if count > held) / sum(visits)
 
 
 def _share_read_again(bound: BoundSpace, at: dict[str, int], ctas_per_sm: int) -> float:

@@ -182,6 +182,24 @@ def test_without_a_mask_the_ctas_of_one_head_walk_in_step_and_share_what_l2_cann
     assert once == 128 * 8192 * (4 * 128 * 2 + 4)
 
 
+def test_ctas_of_one_head_that_have_drifted_apart_without_a_mask_find_only_the_share_of_the_walk_that_l2_holds() -> None:
+    at = load_space("ampere_forward").bind(MANY, device.preset("h200"))
+    variant = at.variant(at.seeds()[0].as_dict() | {"tile_order": 1})
+    once = moved_in_turn(MANY, 1, tile_order=0).dram_bytes
+    moved = cost.traffic(at, variant, 2, in_step=False)
+    held = cost.L2_SHARE * at.device.l2_bytes / (128 * 8192 * 2 * 128 * 2)  # of K and V of all heads
+    assert (moved.dram_bytes - once) / (moved.l2_bytes - once) == pytest.approx(1 - (1 - 128 / 264) * held)
+
+
+@pytest.mark.parametrize(("asked", "tile_order"), [(MANY, 0), (replace(MANY, mask=Mask.causal()), 1), (replace(MANY, batch=17), 1)])
+def test_it_makes_no_difference_whether_they_drift_where_keys_fit_or_a_mask_parts_them_or_nobody_else_is_near(
+    asked: Problem, tile_order: int
+) -> None:
+    at = load_space("ampere_forward").bind(asked, device.preset("h200"))
+    variant = at.variant(at.seeds()[0].as_dict() | {"tile_order": tile_order})
+    assert cost.traffic(at, variant, 2, in_step=False) == cost.traffic(at, variant, 2)
+
+
 def test_with_a_mask_they_drift_apart_and_share_little_until_their_keys_fit() -> None:
     moved = moved_in_turn(replace(MANY, mask=Mask.causal()), 2)
     assert 0.85 * moved.l2_bytes < moved.dram_bytes < moved.l2_bytes

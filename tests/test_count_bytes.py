@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,6 +32,21 @@ def test_rows_of_ncu_become_bytes_per_problem_kernel_and_counter() -> None:
     assert counters.total(found[0]) == 2 * (1024 + 1.5e6)
 
 
+def test_runs_of_ncu_are_grouped_by_problem_and_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = HEADER + "".join(line(number, "forward", counters.READ, str(number)) for number in range(6))
+    asked: list[str] = []
+
+    def ncu(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        asked.extend(command)
+        return subprocess.CompletedProcess(command, 0, output, "")
+
+    monkeypatch.setattr(counters.shutil, "which", lambda name: "ncu")
+    monkeypatch.setattr(counters.subprocess, "run", ncu)
+    found = counters.dram_bytes("ampere_forward", ["first", "second"], launches=3)
+    assert [[counters.total(each) for each in launches] for launches in found] == [[0, 1, 2], [3, 4, 5]]
+    assert asked[-4:] == ["ampere_forward", "3", "first", "second"]
+
+
 def test_a_kernel_that_ncu_did_not_see_is_no_zero() -> None:
     with pytest.raises(counters.NoCounters, match=r"\['scores'\] instead of 1 times \['scores', 'softmax'\]"):
         counters.parsed(HEADER + line(0, "scores", counters.READ, "1"), ("scores", "softmax"), 1)
@@ -56,4 +72,4 @@ def test_without_a_gpu_or_ncu_the_third_part_says_what_is_missing(
     assert capsys.readouterr().out == "GPU\n  not counted: there is no GPU\n"
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
     with pytest.raises(counters.NoCounters, match="ncu"):
-        counters.dram_bytes("standard_forward", [count_bytes.LARGE])
+        counters.dram_bytes("standard_forward", [count_bytes.LARGE], launches=1)

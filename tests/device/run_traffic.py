@@ -1,6 +1,6 @@
-"""Runs one family once on each of some problems, in fp16; started under Nsight Compute by counters.py.
+"""Runs one family some times on each of some problems, in fp16; started under Nsight Compute by counters.py.
 
-python run_traffic.py FAMILY "BATCH HEADS SEQLEN HEAD_DIM MASK" …
+python run_traffic.py FAMILY LAUNCHES "BATCH HEADS SEQLEN HEAD_DIM MASK" …
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def problem_of(words: str) -> Problem:
     return Problem(DType.FLOAT16, head_dim, head_dim, batch, heads, heads, seqlen, seqlen, Mask.causal() if mask == "causal" else Mask())
 
 
-def main(family: str, problems: list[str]) -> int:
+def main(family: str, launches: int, problems: list[str]) -> int:
     """Operands are made on the device, so that no time goes into random numbers of the host."""
     from flashgen import bench, device
     from flashgen.render import render
@@ -33,12 +33,13 @@ def main(family: str, problems: list[str]) -> int:
         bound = load_space(family).bind(problem, limits)
         source = render(bound.space, problem.klass(), variant_of(bound))
         launch = state.launchable(family, source, None, problem, seed=0)
-        launch()
-        state.settle()
+        for _ in range(launches):
+            launch()
+            state.settle()
         del launch
         state.forget_operands()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

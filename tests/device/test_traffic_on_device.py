@@ -10,7 +10,8 @@ from pathlib import Path
 import counters
 import pytest
 import recorded_traffic
-from recorded_traffic import FAMILIES, PROBLEMS, WITHIN
+from counters import Counts
+from recorded_traffic import FAMILIES, LAUNCHES, PROBLEMS, REPEATS
 
 from flashgen import bench
 from flashgen.device import present
@@ -19,24 +20,36 @@ pytestmark = [pytest.mark.device, pytest.mark.slow]
 
 
 @lru_cache
-def counted(family: str) -> tuple[float, ...]:
-    """DRAM bytes of each problem; one run of ncu for all."""
+def counted(family: str) -> dict[str, list[Counts]]:
+    """DRAM bytes of each problem, launch by launch; one run of ncu for all."""
     try:
-        found = counters.dram_bytes(family, PROBLEMS)
+        found = dict(zip(PROBLEMS, counters.dram_bytes(family, PROBLEMS, LAUNCHES), strict=True))
     except counters.NoCounters as error:
         pytest.skip(str(error))
     if path := os.environ.get("RECORD_TRAFFIC"):
         driver = bench.open_device(0).telemetry.driver_version()
         about = {"gpu": present().name, "date": time.strftime("%Y-%m-%d"), "driver": driver}
         recorded_traffic.write(Path(path), about, family, found)
-    return tuple(counters.total(each) for each in found)
+    return found
+
+
+def skip_unsupported(family: str) -> None:
+    reasons = (recorded_traffic.unsupported(family, words, present()) for words in PROBLEMS)
+    if (reason := next(filter(None, reasons), None)) is not None:
+        pytest.skip(reason)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("words", PROBLEMS)
 def test_dram_bytes_are_within_a_tenth_of_the_model(family: str, words: str) -> None:
-    if (reason := recorded_traffic.unsupported(family, words, present())) is not None:
-        pytest.skip(reason)
-    found, model = counted(family)[PROBLEMS.index(words)], recorded_traffic.modelled(family, words, present())
-    print(f"{family} {recorded_traffic.line(words, found, model)}")
-    assert found == pytest.approx(model, rel=WITHIN)
+    skip_unsupported(family)
+    launches, model = counted(family)[words], recorded_traffic.modelled(family, words, present())
+    print(f"{family} {recorded_traffic.line(words, launches, model)}")
+    assert not model.misses(launches)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_launches_of_a_problem_repeat_unless_the_model_leaves_them_to_chance(family: str) -> None:
+    skip_unsupported(family)
+    spreads = recorded_traffic.spreads(counted(family), family, present())
+    assert max(spreads.values()) < REPEATS, spreads
