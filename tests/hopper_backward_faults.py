@@ -50,14 +50,18 @@ FAULTS = (
     ("the exponentials do not wait for the scores", "product_wait<2>(scores); this->exponentiate", "this->exponentiate", NONE, OVERLAPPED),
     ("the counter is drawn once too often", "static_cast<u32>(tiles - 1))", "static_cast<u32>(tiles))", NONE, SPLIT),
     ("dq is stored with the strides of q", "const GradientHead<Element> dq(params.dq, params.dq_strides, place.batch, place.head,", "const GradientHead<Element> dq(params.dq, params.forward.q_strides, place.batch, place.head,", NONE, SPLIT),
+    ("the first tile adds to what is there", "if (first) { bulk_store(sums, source, Base::HALF * 4); } else { bulk_add(sums, source, Base::HALF * 4); }", "bulk_add(sums, source, Base::HALF * 4);", CAUSAL, ORDERED),
+    ("every tile stores", "if (first) { bulk_store(sums,", "if (true) { bulk_store(sums,", NONE, ORDERED),
+    ("a block whose first keys are out of its window is never stored", "tile == first_tile_of<C>(params.forward, blocks.walk.block);", "tile == 0;", WINDOW, ORDERED),
+    ("sums that nobody stored are rounded", "if (!C::ORDERED || is_summed<C>(params.forward, row / C::BLOCK_Q)) load(sums, block);", "load(sums, block);", CAUSAL, ORDERED),
 )
 
 # Of sums in turn; judged by their bits, too.
 ORDER_FAULTS = (
-    ("the turn is not waited for", "await_word(turn, tile);", "", NONE, ORDERED),
-    ("the turn passes before the sum is complete", "bulk_wait<0>(); publish_word(turn, tile + 1);", "publish_word(turn, tile + 1); bulk_wait<0>();", NONE, ORDERED),
-    ("the turn passes when the sum is only read", "bulk_wait<0>(); publish_word(turn, tile + 1);", "bulk_wait_read<0>(); publish_word(turn, tile + 1);", NONE, ORDERED),
-    ("the turn passes to the tile after the next", "publish_word(turn, tile + 1);", "publish_word(turn, tile + 2);", NONE, ORDERED),
+    ("the turn is not waited for", "await_word(turn, static_cast<u32>(tile));", "", NONE, ORDERED),
+    ("the turn passes before the sum is complete", "bulk_wait<0>(); publish_word(turn, static_cast<u32>(tile + 1));", "publish_word(turn, static_cast<u32>(tile + 1)); bulk_wait<0>();", NONE, ORDERED),
+    ("the turn passes when the sum is only read", "bulk_wait<0>(); publish_word(turn, static_cast<u32>(tile + 1));", "bulk_wait_read<0>(); publish_word(turn, static_cast<u32>(tile + 1));", NONE, ORDERED),
+    ("the turn passes to the tile after the next", "publish_word(turn, static_cast<u32>(tile + 1));", "publish_word(turn, static_cast<u32>(tile + 2));", NONE, ORDERED),
     ("turns start at the diagonal", "if constexpr (C::MASK != MASK_WINDOW) return 0;", "if constexpr (C::MASK == MASK_CAUSAL) return (block * C::BLOCK_Q + forward.diagonal) / C::KEY_ROWS;", CAUSAL, ORDERED),
     ("turns start at a tile before the window", "block * C::BLOCK_Q + forward.diagonal - forward.window_left) / C::KEY_ROWS", "block * C::BLOCK_Q + forward.diagonal - forward.window_left - C::KEY_ROWS) / C::KEY_ROWS", WINDOW, ORDERED),
     ("turns start as they are", "if constexpr (C::ORDERED) first_turns();", "", NONE, ORDERED),
@@ -65,7 +69,7 @@ ORDER_FAULTS = (
     ("staged dq is given back before it was read", "bulk_wait_read<0>(); mbarrier_arrive(Shape::barrier(shared, Shape::STAGED_EMPTY + half));", "mbarrier_arrive(Shape::barrier(shared, Shape::STAGED_EMPTY + half));", NONE, ORDERED),
     ("staged dq is overwritten before it was given back", "mbarrier_wait(barrier(Shape::STAGED_EMPTY + index), exchange % 2 ^ 1);", "", NONE, ORDERED),
     ("a half is added before it is staged", "mbarrier_wait(Base::staged_full(shared, half, staged), staged / 2 % 2);", "", NONE, ORDERED),
-    ("the first tile of a CTA is not drawn", "int tile = C::ORDERED ? TileQueue::draw_all(params.counters, tiles) : static_cast<int>(block_index());", "int tile = static_cast<int>(block_index());", NONE, ORDERED),
+    ("the first tile of a CTA is not drawn", "int tile = WAITS ? TileQueue::draw_all(params.counters, tiles) : static_cast<int>(block_index());", "int tile = static_cast<int>(block_index());", NONE, ORDERED),
     ("the counter is left a draw short", "static_cast<u32>(tiles + static_cast<int>(grid_size()) - 1)", "static_cast<u32>(tiles + static_cast<int>(grid_size()))", NONE, ORDERED),
 )
 

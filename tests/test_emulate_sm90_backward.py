@@ -89,12 +89,17 @@ def in_rows(registers: np.ndarray, columns: int) -> np.ndarray:
 class SumParams(ctypes.Structure):
     """Params of sums.cu."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("source", "bulk_sums", "sums")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("source", "bulk_sums", "sums", "stored")]
 
 
 def summed(emulator: Emulator, policy: Policy, fence: str, wait: str) -> tuple[EmulationReport, list[np.ndarray]]:
     text = (KERNELS / "sums.cu").read_text().replace("FENCE", fence).replace("WAIT", wait)
-    buffers = [np.arange(512, dtype=np.float32), np.full(512, 0.5, np.float32), np.full(512, 0.25, np.float32)]
+    buffers = [
+        np.arange(512, dtype=np.float32),
+        np.full(512, 0.5, np.float32),
+        np.full(512, 0.25, np.float32),
+        np.full(3 * 512, 9.0, np.float32),
+    ]
     memory = Memory.for_buffers([each.nbytes for each in buffers])
     params = SumParams(*(memory.place(each, index > 0) for index, each in enumerate(buffers)))
     report = emulator.launch(text, "sums", 3, 128, 2056, params, memory, policy)
@@ -103,17 +108,18 @@ def summed(emulator: Emulator, policy: Policy, fence: str, wait: str) -> tuple[E
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_bulk_sums_and_atomics_add_up(emulator: Emulator, policy: Policy) -> None:
-    report, (source, bulk_sums, sums) = summed(emulator, policy, "fence_proxy_async();", "bulk_wait<0>();")
+def test_bulk_sums_and_atomics_add_up_and_bulk_stores_replace(emulator: Emulator, policy: Policy) -> None:
+    report, (source, bulk_sums, sums, stored) = summed(emulator, policy, "fence_proxy_async();", "bulk_wait<0>();")
     assert report.faults == ()
     np.testing.assert_array_equal(bulk_sums, 0.5 + 3 * source * np.where(np.arange(512) < 256, 4, 2))
     np.testing.assert_array_equal(sums, 0.25 + 6 * source)
+    np.testing.assert_array_equal(stored, np.tile(2 * source, 3))
 
 
 @pytest.mark.parametrize(
     ("fence", "wait", "message"),
     [
-        ("", "bulk_wait<0>();", r"proxy: bulk_add of shared 0x\w+"),
+        ("", "bulk_wait<0>();", r"proxy: bulk_store of shared 0x\w+"),
         ("fence_proxy_async();", "", r"exit: .* bulk stores that nobody has waited"),
     ],
 )

@@ -22,22 +22,29 @@ struct OrderedSums {
   const u32 which;  // of the two threads
   u32 staged = 0;   // blocks so far
 
-  // A half as soon as it is staged, and its shared memory back as soon as it is read.
-  FG_DEVICE void add_half(int half, int block) const {
+  // A half as soon as it is staged, and its shared memory back as soon as it is read. The first tile stores, so nothing has to be zero.
+  FG_DEVICE void add_half(int half, int block, bool first) const {
+    float* sums = RowStatistics(params.forward).sums + (static_cast<i64>(block) * 2 + half) * Base::HALF;
+    const u32 source = shared + static_cast<u32>(Shape::STAGING + half * Base::HALF * 4);
     mbarrier_wait(Base::staged_full(shared, half, staged), staged / 2 % 2);
-    bulk_add(RowStatistics(params.forward).sums + (static_cast<i64>(block) * 2 + half) * Base::HALF,
-             shared + static_cast<u32>(Shape::STAGING + half * Base::HALF * 4), Base::HALF * 4);
+    if (first) {
+      bulk_store(sums, source, Base::HALF * 4);
+    } else {
+      bulk_add(sums, source, Base::HALF * 4);
+    }
     bulk_commit();
     bulk_wait_read<0>();
     mbarrier_arrive(Shape::barrier(shared, Shape::STAGED_EMPTY + half));
   }
-  FG_DEVICE void add(int block, u32 tile) const {
+  FG_DEVICE void add(const SummedBlocks<C>& blocks, int tile) const {
+    const int block = blocks.number();
+    const bool first = tile == first_tile_of<C>(params.forward, blocks.walk.block);
     u32* turn = turns_of<C>(params.forward) + block;
-    await_word(turn, tile);
-    add_half(0, block);
-    add_half(1, block);
+    await_word(turn, static_cast<u32>(tile));
+    add_half(0, block, first);
+    add_half(1, block, first);
     bulk_wait<0>();
-    publish_word(turn, tile + 1);
+    publish_word(turn, static_cast<u32>(tile + 1));
   }
 
   FG_DEVICE void run() {
@@ -48,7 +55,7 @@ struct OrderedSums {
       SummedBlocks<C> blocks(params.forward, place);
       FG_NO_UNROLL
       for (; blocks.walk.left > 0; blocks.advance()) {
-        if (staged % 2 == which) add(blocks.number(), static_cast<u32>(place.key / C::KEY_ROWS));
+        if (staged % 2 == which) add(blocks, place.key / C::KEY_ROWS);
         ++staged;
       }
     }

@@ -105,7 +105,7 @@ struct Preparation {
   }
   FG_DEVICE void clear() const {
     padding();
-    if constexpr (C::FUSED) zero_sums();
+    if constexpr (C::FUSED && !C::ORDERED) zero_sums();
     if constexpr (C::ORDERED) first_turns();
     if constexpr (C::CLEAR_AHEAD > 0) first_counts();
   }

@@ -1,6 +1,7 @@
 // From the float32 sums of the fused pass to dQ.
 #pragma once
 #include "backward_fused_base.cuh"
+#include "backward_turns.cuh"
 
 namespace fg {
 
@@ -22,15 +23,8 @@ struct QueryRounding {
     const int blocks = ceil_div(params.forward.seqlen_q, C::BLOCK_Q), batch_head = block / blocks,
               row = (block - batch_head * blocks) * C::BLOCK_Q;
     const int batch = batch_head / params.forward.heads_q, head = batch_head - batch * params.forward.heads_q;
-    const float* from =
-        RowStatistics(params.forward).sums + (static_cast<i64>(block) * 2 + half) * Base::HALF + warp * Base::WARP_SHARE + lane * 4;
-    float sums[Base::DQ_REGISTERS];
-    FG_UNROLL
-    for (int i = 0; i < Base::DQ_REGISTERS; i += 4) {
-      const Vector16 vector = load_global(reinterpret_cast<const Vector16*>(from + i / 4 * 128));
-      FG_UNROLL
-      for (int j = 0; j < 4; ++j) sums[i + j] = float_from_bits(vector.word[j]);
-    }
+    float sums[Base::DQ_REGISTERS] = {};
+    if (!C::ORDERED || is_summed<C>(params.forward, row / C::BLOCK_Q)) load(sums, block);
     const GradientHead<Element> dq(params.dq, params.dq_strides, batch, head, params.forward.seqlen_q);
     if constexpr (C::TURNED) {
       turn(sums);
@@ -43,6 +37,16 @@ struct QueryRounding {
   }
 
  private:
+  FG_DEVICE void load(float (&sums)[Base::DQ_REGISTERS], int block) const {
+    const float* from =
+        RowStatistics(params.forward).sums + (static_cast<i64>(block) * 2 + half) * Base::HALF + warp * Base::WARP_SHARE + lane * 4;
+    FG_UNROLL
+    for (int i = 0; i < Base::DQ_REGISTERS; i += 4) {
+      const Vector16 vector = load_global(reinterpret_cast<const Vector16*>(from + i / 4 * 128));
+      FG_UNROLL
+      for (int j = 0; j < 4; ++j) sums[i + j] = float_from_bits(vector.word[j]);
+    }
+  }
   // Columns by rows in registers, rows of columns in shared memory.
   FG_DEVICE void turn(const float (&sums)[Base::DQ_REGISTERS]) const {
     const int first = Base::BY_ROWS ? half * C::BLOCK_Q / 2 : 0;

@@ -12,4 +12,13 @@ FG_DEVICE u32* turns_of(const ForwardParams& forward) {
   return reinterpret_cast<u32*>(RowStatistics(forward).sums + blocks * C::BLOCK_Q * operand_columns(C::HEAD_DIM));
 }
 
+// Whether any tile of keys adds to a block of query rows. The first of them stores, so the others find no sums.
+template <class C>
+FG_DEVICE bool is_summed(const ForwardParams& forward, int block) {
+  const int key = first_tile_of<C>(forward, block) * C::KEY_ROWS;
+  if (key >= forward.seqlen_kv) return false;
+  const BlockRange<C> range(forward, key, C::KEY_ROWS);
+  return block >= range.first && block < range.first + range.count;
+}
+
 }  // namespace fg

@@ -103,7 +103,7 @@ void perform(BulkStore& store, bool write) {
     for (u32 i = 0; i < store.bytes / 4; ++i) {
       float value;
       std::memcpy(&value, store.held.data() + 4 * i, 4);
-      store.sums[i] += value;
+      store.floats[i] = store.adds ? store.floats[i] + value : value;
     }
     return;
   }
@@ -225,13 +225,13 @@ void start_store(const void* map, u32 source, const int (&coordinates)[5]) {
   begin_store(queue, box_bytes(image), who);
 }
 
-void start_linear_sum(float* target, u32 source, u32 bytes) {
+void start_linear_store(float* target, u32 source, u32 bytes, bool adds) {
   preempt(SYNC_PREEMPTION_ODDS);
-  const char* who = "bulk_add";
+  const char* who = adds ? "bulk_add" : "bulk_store";
   use_engines(this_block());
   if (!linear_allowed(source, target, bytes, true, who)) return stop();
   BulkQueue& queue = machine.running->bulk;
-  queue.stores.push_back({nullptr, source, {}, false, target, bytes});
+  queue.stores.push_back({nullptr, source, {}, false, target, bytes, adds});
   begin_store(queue, bytes, who);
 }
 

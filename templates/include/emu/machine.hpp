@@ -107,13 +107,14 @@ struct MapImage {
 constexpr u32 MAP_MAGIC = 0x90A0E4D1u;
 
 struct BulkStore {
-  const MapImage* map;  // null for a sum into consecutive floats
+  const MapImage* map;  // null for consecutive floats
   u32 source;
   int coordinates[5];
   bool done;
-  float* sums = nullptr;
-  u32 bytes = 0;                    // of the sums
-  std::vector<unsigned char> held;  // of sums: what was read and is not yet added
+  float* floats = nullptr;
+  u32 bytes = 0;                    // of the floats
+  bool adds = false;                // to them
+  std::vector<unsigned char> held;  // of floats: what was read and is not yet written
 };
 
 // Bulk stores of one thread, oldest first, and where each committed group ends.

@@ -71,7 +71,7 @@ void wait_mbarrier(u32 barrier, u32 parity);
 void start_load(u32 target, const void* map, u32 barrier, const int (&coordinates)[5]);
 void start_store(const void* map, u32 source, const int (&coordinates)[5]);
 void start_linear_load(u32 target, const void* source, u32 bytes, u32 barrier);
-void start_linear_sum(float* target, u32 source, u32 bytes);
+void start_linear_store(float* target, u32 source, u32 bytes, bool adds);
 void commit_stores();
 void wait_stores(int pending, bool written);  // or else only read
 void fence_proxy();

@@ -4,7 +4,8 @@
 namespace fg {
 
 FG_DEVICE void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) { emu::start_linear_load(target, source, bytes, barrier); }
-FG_DEVICE void bulk_add(float* target, u32 source, u32 bytes) { emu::start_linear_sum(target, source, bytes); }
+FG_DEVICE void bulk_store(float* target, u32 source, u32 bytes) { emu::start_linear_store(target, source, bytes, false); }
+FG_DEVICE void bulk_add(float* target, u32 source, u32 bytes) { emu::start_linear_store(target, source, bytes, true); }
 FG_DEVICE void add_global(float* address, float v0, float v1, float v2, float v3) {
   const float values[4] = {v0, v1, v2, v3};
   for (int i = 0; i < 4; ++i) atomic_add(address + i, values[i]);
