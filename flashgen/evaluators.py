@@ -239,7 +239,7 @@ class DeviceEvaluator(_Compiling):
                     bench.interleave_task,
                     kernels,
                     self.problem,
-                    INTERLEAVE_ROUNDS,
+                    self.rounds(len(kernels)),
                     self.seed,
                     deadline_s=CERTIFY_SECONDS,
                 )
@@ -256,6 +256,10 @@ class DeviceEvaluator(_Compiling):
         if again.measurement is None:
             raise LaunchError(f"None of the finalists could be timed; {survivor} last: {again.detail}. Run again; the trials are kept.")
         return Decision(survivor, {survivor: again.measurement})
+
+    def rounds(self, kernels: int) -> int:
+        """How often each of so many kernels runs in a comparison."""
+        return INTERLEAVE_ROUNDS
 
     def _on_wide_scores(
         self, measured: dict[Variant, Measurement], kernels: list[tuple[str, Source, Compiled]]

@@ -1,86 +1,39 @@
-"""Standard lists of problems, and filling a table with one: the same problems on every GPU, so that tables can be compared and shipped.
+"""Filling a table with a list of problems (`wishes`).
 
-Part of a list is searched; the rest is filled by timing what won nearby. Every finished problem is in the table at once, so a run that was
-stopped, by whatever means, goes on where it ended, and several runs can share the parts of one list.
+Part of a list is searched; the rest is filled by timing what won nearby. What a search found is in the table at once, what was filled some
+seconds later, so a run that was stopped, by whatever means, goes on where it ended; several runs can share the parts of one list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
 
 from flashgen import gate, search, table
-from flashgen.errors import CompileError, EmptySpace, FlashgenError, InvalidProblem, LaunchError, UnsupportedProblem
+from flashgen.compiler import CompilePool, architecture
+from flashgen.cubins import Compiled
+from flashgen.errors import CompileError, EmptySpace, FlashgenError, LaunchError, UnsupportedProblem
 from flashgen.evaluators import DeviceEvaluator, Evaluator, PredictedEvaluator, measuring_child
-from flashgen.model import Certificate, DeviceLimits, DType, ExecutorName, Mask, Problem, Provenance, TableEntry, Variant, Verdict
-from flashgen.space import BoundSpace, load_space
+from flashgen.model import Certificate, DeviceLimits, ExecutorName, Problem, Provenance, Source, TableEntry, Variant, Verdict
+from flashgen.render import render
+from flashgen.shelf import Shelf
+from flashgen.space import BoundSpace, load_space, load_spaces
 from flashgen.staleness import Tools, assess, bare
+from flashgen.study import ranked
 from flashgen.table_schema import device_record
 from flashgen.trials import Progress
+from flashgen.wishes import Wish, rounds
+from flashgen.wishes import seconds as expected
 
-TOKENS = 16_384  # batch × seqlen
-HIDDEN = 2048  # heads × head_dim
 NEIGHBOURS = 8
-MASKS = (Mask(), Mask.causal())
-DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """One problem of a list. `searched`: by a search of its own, else by timing the best of its neighbours."""
-
-    problem: Problem
-    searched: bool = True
-
-
-def small() -> list[Wish]:
-    """bf16, head dims 64 and 128, both masks, three lengths: 12 problems."""
-    return [Wish(shaped(head_dim, head_dim, seqlen, mask)) for head_dim in (64, 128) for mask in MASKS for seqlen in (1024, 4096, 16_384)]
-
-
-def full() -> list[Wish]:
-    """Everything that a shipped table holds: head dims 64 to 256 and 192/128, both masks, 512 to 32k rows, bf16 and fp16, query groups.
-
-    bf16 with one query head per K/V head is searched, the rest filled: fp16, query groups of 4 and 8, small and large batch × heads.
-    """
-    lengths = [2**power for power in range(9, 16)]
-    searched = [Wish(shaped(*dims, seqlen, mask)) for dims in DIMS for mask in MASKS for seqlen in lengths]
-    others = [replace(each, searched=False) for each in searched]
-    filled = [replace(each, problem=replace(each.problem, dtype=DType.FLOAT16)) for each in others]
-    filled += [replace(each, problem=_grouped(each.problem, group)) for each in others for group in (4, 8)]
-    filled += [replace(each, problem=replace(each.problem, batch=1)) for each in others if each.problem.batch > 4]
-    filled += [
-        replace(each, problem=replace(each.problem, batch=each.problem.batch * 8)) for each in others if each.problem.seqlen_q <= 4096
-    ]
-    return list(dict.fromkeys(searched + filled))
-
-
-LISTS: dict[str, Callable[[], list[Wish]]] = {"small": small, "full": full}
-
-
-def shaped(head_dim: int, head_dim_v: int, seqlen: int, mask: Mask, dtype: DType = DType.BFLOAT16) -> Problem:
-    """16,384 tokens (32,768 for the longest) and a hidden size of 2,048."""
-    heads = max(1, HIDDEN // head_dim)
-    return Problem(dtype, head_dim, head_dim_v, max(1, TOKENS // seqlen), heads, heads, seqlen, seqlen, mask)
-
-
-def _grouped(problem: Problem, group: int) -> Problem:
-    heads = -(-problem.heads_q // group) * group
-    return replace(problem, heads_q=heads, heads_kv=heads // group)
-
-
-def part_of(wishes: Sequence[Wish], part: str | None) -> list[Wish]:
-    """`2/4`: the second quarter. Searched problems come first, so that others find neighbours. Raises InvalidProblem."""
-    if part is None:
-        return list(wishes)
-    number, _, count = part.partition("/")
-    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise InvalidProblem(f"A part is written 2/4, the second of four; got {part!r}.")
-    return list(wishes[int(number) - 1 :: int(count)])
+AHEAD = 8  # problems whose candidates are compiled while earlier ones are timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +52,19 @@ def is_current(entry: TableEntry, device: DeviceLimits, tools: Tools, executor: 
     return enough and assess(entry, device_record(device), device, tools, None).state.serves
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """How a list is worked through."""
+
+    device: DeviceLimits
+    executor: ExecutorName
+    make: search.EvaluatorFactory
+    budget: int | None
+    seconds: float | None
+    seed: int
+    progress: Progress
+
+
 def tune(
     wishes: Iterable[Wish],
     device: DeviceLimits,
@@ -108,42 +74,47 @@ def tune(
     path: Path | None = None,
     budget: int | None = None,
     seconds: float | None = None,
+    within: float | None = None,
     seed: int = 0,
     progress: Progress = lambda _: None,
     make_evaluator: search.EvaluatorFactory | None = None,
 ) -> Iterator[Done]:
-    """Bring the table at `path` up to date with a list, one problem at a time. Raises as `search.tune` does."""
-    path = path or table.table_path(device)
-    with nullcontext(make_evaluator) if make_evaluator else evaluators(executor) as make:
-        for wish in wishes:
-            yield _done(wish, device, executor, tools, path, make, budget=budget, seconds=seconds, seed=seed, progress=progress)
+    """Bring the table at `path` up to date with a list, one problem at a time. Raises as `search.tune` does.
+
+    `budget` goes before the wishes' own. Ends early rather than begin what would hardly end `within` so many seconds from now.
+    """
+    started, wishes = time.monotonic(), list(wishes)
+    shelf = Shelf(path or table.table_path(device), device)
+    with nullcontext(make_evaluator) if make_evaluator else evaluators(executor) as make, _Ahead(device) as ahead:
+        order = _Order(device, executor, make, budget, seconds, seed, progress)
+        compiling = executor is ExecutorName.DEVICE and make_evaluator is None
+        try:
+            for number, wish in enumerate(wishes):
+                old = shelf.find(wish.problem)
+                if old is not None and is_current(old, device, tools, executor):
+                    yield Done(wish, "kept")
+                    continue
+                if within is not None and time.monotonic() - started + expected(wish) > within:
+                    return
+                if compiling:
+                    ahead.compile(wishes[number : number + AHEAD], shelf.entries())
+                yield _done(wish, order, shelf)
+        finally:
+            shelf.write()
 
 
-def _done(
-    wish: Wish,
-    device: DeviceLimits,
-    executor: ExecutorName,
-    tools: Tools,
-    path: Path,
-    make: search.EvaluatorFactory,
-    *,
-    budget: int | None,
-    seconds: float | None,
-    seed: int,
-    progress: Progress,
-) -> Done:
-    """One problem of a list, in the table when this returns. Raises KeyboardInterrupt for a search that was stopped."""
-    present = table.read(path, strict=True).entries if path.exists() else ()
-    old = next((entry for entry in present if table.full_key(entry.problem) == table.full_key(wish.problem)), None)
-    if old is not None and is_current(old, device, tools, executor):
-        return Done(wish, "kept")
+def _done(wish: Wish, order: _Order, shelf: Shelf) -> Done:
+    """One problem of a list. Raises KeyboardInterrupt for a search that was stopped."""
+    present = shelf.entries()
     candidates = neighbours(wish.problem, present)
     try:
         if candidates and not wish.searched:
-            return Done(wish, "filled", table.merge(path, device, fill(wish.problem, device, candidates, present, make, seed)))
+            return Done(wish, "filled", shelf.put(fill(wish.problem, order.device, candidates, present, order.make, order.seed)))
+        shelf.write()
+        on_gpu = order.executor is ExecutorName.DEVICE
         result = search.tune(
-            wish.problem, device, budget=budget, seconds=seconds, seed=seed, executor=executor, table=path, progress=progress,
-            make_evaluator=make,
+            wish.problem, order.device, budget=order.budget or (wish.budget if on_gpu else None), seconds=order.seconds, seed=order.seed,
+            executor=order.executor, table=shelf.path, progress=order.progress, make_evaluator=order.make,
         )  # fmt: skip
     except (UnsupportedProblem, EmptySpace, CompileError, LaunchError) as problem:  # of this problem, not of the list
         return Done(wish, "skipped", None, str(problem).splitlines()[0])
@@ -152,8 +123,51 @@ def _done(
     return Done(wish, "searched", result.change)
 
 
+class _Ahead:
+    """Compiles what coming problems will be filled from, while the GPU times others. The cubin store brings it to them."""
+
+    def __init__(self, device: DeviceLimits) -> None:
+        self.device = device
+        self._pool = CompilePool()
+        self._under_way: dict[str, Future[Compiled]] = {}
+        self._asked: dict[Problem, list[Future[Compiled]]] = {}
+
+    def __enter__(self) -> _Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._under_way.values():
+            each.cancel()
+        self._pool.close()
+
+    def compile(self, wishes: Sequence[Wish], entries: Sequence[TableEntry]) -> None:
+        """Begin with all that have neighbours already; wait for the first, so that nothing is compiled twice."""
+        for each in wishes:
+            if not each.searched and not self._asked.get(each.problem):
+                self._asked[each.problem] = self._begun(each.problem, neighbours(each.problem, entries))
+        wait(self._asked.get(wishes[0].problem, ()))
+
+    def _begun(self, problem: Problem, variants: Sequence[Variant]) -> list[Future[Compiled]]:
+        sources = self._sources(problem, variants)
+        for each in sources:
+            if each.digest not in self._under_way:
+                self._under_way[each.digest] = self._pool.submit(each, architecture(each, self.device.sm))
+        return [self._under_way[each.digest] for each in sources]
+
+    def _sources(self, problem: Problem, variants: Sequence[Variant]) -> list[Source]:
+        """Texts of variants; what cannot be rendered is left to who fills the problem, who says why."""
+        found = []
+        for each in variants:
+            with suppress(FlashgenError):
+                found.append(render(load_space(each.family), problem.klass(), each))
+        return found
+
+
 def neighbours(problem: Problem, entries: Sequence[TableEntry], most: int = NEIGHBOURS) -> list[Variant]:
-    """What won, or came second, for the nearest problems of the same head dims, operation and mask; any type and any distance."""
+    """The best for the nearest problems of the same head dims, operation and mask; any type and any distance.
+
+    What won and what came second, then, where that is not enough, the next best in the journals of their searches.
+    """
 
     def alike(entry: TableEntry) -> bool:
         one, other = replace(entry.problem.klass(), dtype=problem.dtype), problem.klass()
@@ -163,12 +177,22 @@ def neighbours(problem: Problem, entries: Sequence[TableEntry], most: int = NEIG
         steps = zip(table.shape_bucket(entry.problem), table.shape_bucket(problem), strict=True)
         return entry.problem.dtype is not problem.dtype, float(sum(abs(one - other) for one, other in steps)), str(entry.problem)
 
+    near = sorted(filter(alike, entries), key=apart)
     found: dict[Variant, None] = {}
-    for entry in sorted(filter(alike, entries), key=apart):
+    for entry in near:
         found[entry.variant] = None
         if entry.runner_up is not None:
             found[entry.runner_up[0]] = None
+    if len(found) < most:
+        searched = [_ranked(entry) for entry in near if entry.provenance.sampler != "neighbours"]
+        found |= dict.fromkeys(each for place in zip_longest(*searched) for each in place if each is not None)
     return list(found)[:most]
+
+
+def _ranked(entry: TableEntry) -> tuple[Variant, ...]:
+    """The best of the search that made an entry, from its journal; nothing where there is none, or spaces have changed."""
+    spaces = {space.family: space.digest for space in load_spaces(entry.problem.op)}
+    return ranked(entry.problem, entry.provenance.device, entry.certificate.executor, spaces, NEIGHBOURS)
 
 
 def fill(
@@ -260,19 +284,26 @@ def refresh(
     seed: int = 0,
     make_evaluator: search.EvaluatorFactory | None = None,
 ) -> Iterator[tuple[TableEntry, table.Change | FlashgenError]]:
-    """Prove and time `entries` of a table anew without searching; each is written when done. What fails keeps its old entry.
+    """Prove and time `entries` of a table anew without searching; each is written soon after. What fails keeps its old entry.
 
     On a GPU an entry's variant is timed beside its runner-up and the fallback, and gives way only to what is clearly faster.
     """
-    with nullcontext(make_evaluator) if make_evaluator else evaluators(executor) as make:
-        for entry in entries:
-            candidates = [entry.variant, *([entry.runner_up[0]] if entry.runner_up else [])]
-            try:
-                made = fill(entry.problem, device, candidates, (), make, seed)
-                made = replace(made, provenance=_kept(entry.provenance, made.provenance))
-                yield entry, table.merge(of.path, device, made)
-            except FlashgenError as problem:
-                yield entry, problem
+    shelf = Shelf(of.path, device)
+    try:
+        with nullcontext(make_evaluator) if make_evaluator else evaluators(executor) as make:
+            for entry in entries:
+                yield entry, _refreshed(entry, shelf, make, seed)
+    finally:
+        shelf.write()
+
+
+def _refreshed(entry: TableEntry, shelf: Shelf, make: search.EvaluatorFactory, seed: int) -> table.Change | FlashgenError:
+    candidates = [entry.variant, *([entry.runner_up[0]] if entry.runner_up else [])]
+    try:
+        made = fill(entry.problem, shelf.device, candidates, (), make, seed)
+        return shelf.put(replace(made, provenance=_kept(entry.provenance, made.provenance)))
+    except FlashgenError as problem:
+        return problem
 
 
 class Frugal(PredictedEvaluator):
@@ -292,7 +323,12 @@ class Frugal(PredictedEvaluator):
 class Remembering(DeviceEvaluator):
     """Measurements for whole lists: the same machine code runs the whole suite once, and every problem of its class at its own size."""
 
+    finalists = 5
     proven: dict[tuple[str, str], Certificate]
+
+    def rounds(self, kernels: int) -> int:
+        """Fewer for kernels that run long."""
+        return rounds(self.problem, kernels)
 
     def certify(self, variant: Variant) -> Certificate:
         """The whole suite on the GPU, or what it said before of the same machine code after a launch of this problem's size."""

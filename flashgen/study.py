@@ -13,6 +13,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -235,8 +236,26 @@ class Journal:
 
 def study_name(header: Header) -> str:
     """File name of a study, readable first, unique by its digest."""
-    readable = re.sub(r"[^a-z0-9]+", "-", f"{header.problem} {header.device.name} {header.executor}".lower()).strip("-")
-    return f"{readable[:120]}-{header.digest()[:16]}"
+    return f"{_readable(header.problem, header.device.name, header.executor)}-{header.digest()[:16]}"
+
+
+def _readable(problem: Problem, device: str, executor: ExecutorName) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", f"{problem} {device} {executor}".lower()).strip("-")[:120]
+
+
+def ranked(problem: Problem, device: str, executor: ExecutorName, spaces: Mapping[str, str], most: int) -> tuple[Variant, ...]:
+    """The fastest variants of journalled searches for a problem on a device of that name, best first; `spaces`: digests by family.
+
+    Journals of other spaces, and files that are no journals, are passed over.
+    """
+    timed: dict[Variant, float] = {}
+    for path in sorted(paths.study_store().glob(f"{_readable(problem, device, executor)}-*.jsonl")):
+        with suppress(StudyMismatch):
+            found = read_study(path)
+            if found.header.problem == problem and found.header.spaces.items() <= spaces.items():
+                good = (each for each in found.trials if each.outcome is Outcome.OK)
+                timed |= {each.variant: each.measurement.median_us for each in good if each.measurement}
+    return tuple(sorted(timed, key=lambda variant: (timed[variant], str(variant)))[:most])
 
 
 def _resumable(path: Path, header: Header) -> RecordedStudy | None:

@@ -129,18 +129,30 @@ def merge(path: Path, device: DeviceLimits, entry: TableEntry, *, check: Variant
     A measured entry is never replaced by a predicted one. Raises InvalidTable when the present file has a fault, and NotWritable when
     the file system refuses.
     """
+    return merge_all(path, device, [entry], check=check)[0]
+
+
+def merge_all(path: Path, device: DeviceLimits, entries: Sequence[TableEntry], *, check: VariantCheck | None = None) -> list[Change]:
+    """`merge` for several entries at once. Raises as `merge` does."""
     changes: list[Change] = []
 
     def put(present: tuple[TableEntry, ...]) -> Iterable[TableEntry]:
-        old = Table(path, device_record(device), present).find(entry.problem)
-        if old and old.measurement.source == "measured" and entry.measurement.source == "predicted":
-            changes.append(Change(path, old, entry, False, "a measured entry is never replaced by a predicted one"))
-            return present
-        changes.append(Change(path, old, entry, True))
-        return [*(other for other in present if full_key(other.problem) != full_key(entry.problem)), entry]
+        kept = {full_key(each.problem): each for each in present}
+        for entry in entries:
+            changes.append(change(path, kept.get(full_key(entry.problem)), entry))
+            if changes[-1].written:
+                kept[full_key(entry.problem)] = entry
+        return list(kept.values())
 
     update(path, device_record(device), put, check=check)
-    return changes[0]
+    return changes
+
+
+def change(path: Path, old: TableEntry | None, new: TableEntry) -> Change:
+    """What putting `new` in the place of `old` does: a measured entry gives way to no predicted one."""
+    if old and old.measurement.source == "measured" and new.measurement.source == "predicted":
+        return Change(path, old, new, False, "a measured entry is never replaced by a predicted one")
+    return Change(path, old, new, True)
 
 
 Rewrite = Callable[[tuple[TableEntry, ...]], Iterable[TableEntry]]

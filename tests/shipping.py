@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flashgen import certify, device, suite, table
+from flashgen import certify, device, gate, suite, table
 from flashgen.compiler import architecture, options_for
 from flashgen.cubins import Compiled, CubinStore, digest_of
 from flashgen.model import (
@@ -16,6 +16,7 @@ from flashgen.model import (
     ExecutorName,
     Mask,
     Measurement,
+    Op,
     Problem,
     Provenance,
     Source,
@@ -72,6 +73,14 @@ def entry(of: Problem | None = None, *, kind: str = "measured", median: float = 
         Certificate(Verdict.EXACT, suite.SUITE, certify.suite_digest(), executor, 60, 20, 0.8, "ragged", 1e-6),
         Provenance("2026-01-01T00:00:00Z", "0.1.0", "tpe", 0, 60, 48, "ab" * 32, NVRTC, "580.65", "14.2.0", H200.name),
     )  # fmt: skip
+
+
+def gradients(of: Problem | None = None, *, median: float = 100.0) -> TableEntry:
+    """An entry of the backward pass, of the same shape as `of`, with the certificate of its suite."""
+    asked = replace(of or problem(), op=Op.BACKWARD)
+    made = entry(asked, median=median, chosen=load_space("hopper_backward").bind(asked, H200).fallback())
+    suited = replace(made.certificate, suite=gate.suite_name(Op.BACKWARD), suite_digest=gate.suite_digest(Op.BACKWARD), deterministic=True)
+    return replace(made, certificate=suited)
 
 
 def table_of(path: Path, *entries: TableEntry) -> table.Table:

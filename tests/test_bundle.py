@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shipping import H200, compiled, entry, problem, source_of, stale, store_with, table_of, variant
+from shipping import H200, compiled, entry, gradients, problem, source_of, stale, store_with, table_of, variant
 
 import flashgen
 from flashgen import bundle, cli, compiler, device, formula, launch, table, traffic
@@ -520,6 +520,20 @@ def test_the_bundle_command_takes_the_entries_that_serve_a_log(made: Path, tmp_p
     assert "exists already" in " ".join(capsys.readouterr().err.split())
     assert cli.run(["bundle", str(out), "--table", str(tmp_path / "nvidia-h200.yaml"), "--force"]) == 0
     assert "4 entries, 3 kernels" in capsys.readouterr().out
+
+
+def test_the_bundle_command_leaves_gradients_out_and_says_so(made: Path, tmp_path: Path, capsys: Captured) -> None:
+    backward = gradients()
+    compiler.default_store().put(compiled(source_of(backward.problem, backward.variant)))
+    both = table_of(tmp_path / "both.yaml", *entries(), backward)
+    assert cli.run(["bundle", str(tmp_path / "both.zip"), "--table", str(both.path), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert (json.loads(captured.out)["entries"], json.loads(captured.out)["left_out"]) == (4, 1)
+    assert "1 entries of the backward pass are left out" in " ".join(captured.err.split())
+    alone = table_of(tmp_path / "alone.yaml", backward)
+    assert cli.run(["bundle", str(tmp_path / "alone.zip"), "--table", str(alone.path)]) == 2
+    with pytest.raises(UnsupportedProblem, match="Leave the entry out"):
+        bundle.write(tmp_path / "refused.zip", both, both.entries)
 
 
 def test_a_manifest_is_written_as_it_is_read(made: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 from shipping import H200, NVRTC, compiled, entry, problem, source_of, table_of, variant
 
-from flashgen import cli, evaluators, paths, search, standard, table
+from flashgen import cli, evaluators, paths, search, standard, table, wishes
+from flashgen.cli.standard import Pace
+from flashgen.cubins import Compiled
 from flashgen.errors import InvalidProblem
 from flashgen.evaluators import Decision, Toolchain
 from flashgen.model import (
@@ -24,6 +27,7 @@ from flashgen.model import (
     ExecutorName,
     Mask,
     Measurement,
+    Op,
     Outcome,
     Problem,
     Source,
@@ -31,6 +35,7 @@ from flashgen.model import (
     Variant,
     Verdict,
 )
+from flashgen.shelf import WRITE_SECONDS, Shelf
 from flashgen.space import BoundSpace, load_space
 from flashgen.staleness import Tools
 
@@ -96,38 +101,90 @@ def forgotten(home: Path) -> None:
     INEXACT.clear()
 
 
-def run(wishes: list[standard.Wish], path: Path, **options: object) -> list[standard.Done]:
-    return list(standard.tune(wishes, H200, ExecutorName.DEVICE, TOOLS, path=path, budget=3, make_evaluator=Imagined, **options))  # type: ignore[arg-type]
+def run(asked_for: list[wishes.Wish], path: Path, **options: object) -> list[standard.Done]:
+    options = {"budget": 3, "make_evaluator": Imagined} | options
+    return list(standard.tune(asked_for, H200, ExecutorName.DEVICE, TOOLS, path=path, **options))  # type: ignore[arg-type]
 
 
 # Lists ----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_full_list_searches_each_head_dim_mask_and_length_and_fills_the_rest() -> None:
-    wishes = standard.full()
-    searched, filled = ([each.problem for each in wishes if each.searched is kind] for kind in (True, False))
-    assert len(searched) == 7 * 2 * 7 and {each.dtype for each in searched} == {DType.BFLOAT16}
+@pytest.mark.parametrize("op", list(Op))
+def test_the_full_list_holds_each_head_dim_mask_and_length_and_searches_some_lengths(op: Op) -> None:
+    asked_for = [each for each in wishes.full() if each.problem.op is op]
+    searched, filled = ([each.problem for each in asked_for if each.searched is kind] for kind in (True, False))
+    plain = [each.problem for each in asked_for if each.problem.dtype is DType.BFLOAT16 and each.problem.gqa_group == 1]
+    assert {(each.head_dim, each.head_dim_v, each.mask, each.seqlen_q) for each in plain} == {
+        (*dims, mask, length) for dims in wishes.DIMS for mask in wishes.MASKS for length in wishes.LENGTHS
+    }
+    assert len(searched) == 7 * 2 * len(wishes.SEARCHED[op]) and {each.dtype for each in searched} == {DType.BFLOAT16}
     assert {each.gqa_group for each in searched} == {1} and {each.gqa_group for each in filled} == {1, 4, 8}
     assert {each.dtype for each in filled} == {DType.BFLOAT16, DType.FLOAT16}
-    assert {(each.head_dim, each.head_dim_v) for each in searched} == set(standard.DIMS)
-    assert {each.seqlen_q for each in searched} == {512, 1024, 2048, 4096, 8192, 16384, 32768}
-    keys = [table.full_key(each.problem) for each in wishes]
-    assert len(set(keys)) == len(keys), "no entry is made twice"
+    assert {each.batch_heads * each.seqlen_q * each.head_dim >= 4 * wishes.TOKENS * wishes.HIDDEN for each in filled} == {True, False}
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 7])
-def test_the_parts_of_a_list_make_up_the_whole(count: int) -> None:
-    wishes = standard.full()
-    parts = [standard.part_of(wishes, f"{number + 1}/{count}") for number in range(count)]
-    assert sorted(map(str, (each for part in parts for each in part))) == sorted(map(str, wishes))
+def test_no_entry_of_the_full_list_is_made_twice() -> None:
+    keys = [table.full_key(each.problem) for each in wishes.full()]
+    assert len(set(keys)) == len(keys)
+
+
+def test_every_length_of_the_range_is_near_every_kind_of_entry() -> None:
+    kinds: dict[object, set[int]] = {}
+    for each in (wish.problem for wish in wishes.full()):
+        if each.batch == max(1, wishes.TOKENS // each.seqlen_q):
+            kinds.setdefault((each.klass(), each.gqa_group), set()).add(each.seqlen_q)
+    assert len(kinds) == 2 * 7 * 2 * 4, "operation, head dims, mask; bf16, fp16, groups of 4 and 8"
+    for lengths in kinds.values():
+        assert all(min(max(one, other) / min(one, other) for other in lengths) <= 2 for one in wishes.LENGTHS)
+
+
+def test_what_fills_a_problem_comes_before_it() -> None:
+    searched = set[object]()
+    for each in wishes.full():
+        relatives = replace(each.problem.klass(), dtype=DType.BFLOAT16)
+        assert each.searched or relatives in searched, each.problem
+        searched.add(relatives)
+
+
+def test_the_full_list_fits_25_minutes_of_one_gpu_by_the_expected_times() -> None:
+    assert sum(map(wishes.seconds, wishes.full())) <= 25 * 60
+
+
+def test_longer_problems_are_expected_to_take_longer_and_get_fewer_rounds() -> None:
+    short, long = (wishes.shaped(128, 128, length, Mask(), op=Op.BACKWARD) for length in (512, 32_768))
+    for searched in (True, False):
+        assert wishes.seconds(wishes.Wish(short, searched)) < wishes.seconds(wishes.Wish(long, searched))
+    assert (wishes.rounds(short, 9), wishes.rounds(long, 9)) == (30, 8)
+
+
+def test_gradients_with_the_same_bits_are_a_list_of_their_own() -> None:
+    asked_for = wishes.gradients(wishes.full())
+    assert asked_for and all(each.problem.deterministic and each.problem.op is Op.BACKWARD for each in asked_for)
+    assert not wishes.gradients(wishes.small())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_the_parts_of_a_list_make_up_the_whole_and_keep_neighbours_together(count: int) -> None:
+    asked_for = wishes.full()
+    parts = [wishes.part_of(asked_for, f"{number + 1}/{count}") for number in range(count)]
+    assert sorted(map(str, (each for part in parts for each in part))) == sorted(map(str, asked_for))
     for part in parts:
-        assert [each.searched for each in part] == sorted((each.searched for each in part), reverse=True)
+        assert part == [each for each in asked_for if each in set(part)], "in the list's order"
+    groups = [{(each.problem.op, each.problem.head_dim, each.problem.head_dim_v, each.problem.mask) for each in part} for part in parts]
+    assert sum(map(len, groups)) == len(set().union(*groups)), "no head dim and mask in two parts"
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_parts_take_equally_long(count: int) -> None:
+    asked_for = wishes.full()
+    takes = [sum(map(wishes.seconds, wishes.part_of(asked_for, f"{number + 1}/{count}"))) for number in range(count)]
+    assert max(takes) <= 1.1 * min(takes)
 
 
 @pytest.mark.parametrize("part", ["0/4", "5/4", "2", "a/b", "-1/4", "1/0"])
 def test_a_part_that_is_none_is_refused(part: str) -> None:
     with pytest.raises(InvalidProblem, match="2/4"):
-        standard.part_of(standard.small(), part)
+        wishes.part_of(wishes.small(), part)
 
 
 # Tuning ---------------------------------------------------------------------------------------------------------------
@@ -135,23 +192,88 @@ def test_a_part_that_is_none_is_refused(part: str) -> None:
 
 def test_a_list_is_searched_filled_and_then_kept(tmp_path: Path) -> None:
     asked = problem(head_dim=64, mask=Mask())
-    wishes = [standard.Wish(asked), standard.Wish(replace(asked, dtype=DType.FLOAT16), searched=False)]
+    asked_for = [wishes.Wish(asked), wishes.Wish(replace(asked, dtype=DType.FLOAT16), searched=False)]
     path = tmp_path / "t.yaml"
-    assert [each.how for each in run(wishes, path)] == ["searched", "filled"]
+    assert [each.how for each in run(asked_for, path)] == ["searched", "filled"]
     entries = table.read(path, strict=True).entries
     assert {each.provenance.sampler for each in entries} >= {"neighbours"}
     CREATED.clear()
-    assert [each.how for each in run(wishes, path)] == ["kept", "kept"]
+    assert [each.how for each in run(asked_for, path)] == ["kept", "kept"]
     assert not CREATED, "nothing runs for what is current"
 
 
 def test_a_stopped_list_goes_on_where_it_ended(tmp_path: Path) -> None:
-    wishes = [standard.Wish(problem(length, mask=Mask())) for length in (256, 512, 1024)]
+    asked_for = [wishes.Wish(problem(length, mask=Mask())) for length in (256, 512, 1024)]
     path = tmp_path / "t.yaml"
-    running = standard.tune(wishes, H200, ExecutorName.DEVICE, TOOLS, path=path, budget=3, make_evaluator=Imagined)
+    running = standard.tune(asked_for, H200, ExecutorName.DEVICE, TOOLS, path=path, budget=3, make_evaluator=Imagined)
     assert next(running).how == "searched"
     running.close()
-    assert [each.how for each in run(wishes, path)] == ["kept", "searched", "searched"]
+    assert [each.how for each in run(asked_for, path)] == ["kept", "searched", "searched"]
+
+
+def test_a_filled_problem_is_in_the_table_when_the_list_is_left(tmp_path: Path) -> None:
+    asked = problem(mask=Mask())
+    asked_for = [wishes.Wish(asked), *(wishes.Wish(replace(asked, batch=batch), searched=False) for batch in (3, 4, 5))]
+    path = tmp_path / "t.yaml"
+    running = standard.tune(asked_for, H200, ExecutorName.DEVICE, TOOLS, path=path, budget=3, make_evaluator=Imagined)
+    assert [next(running).how for _ in range(3)] == ["searched", "filled", "filled"]
+    running.close()
+    assert {each.problem.batch for each in table.read(path, strict=True).entries} == {2, 3, 4}
+    assert [each.how for each in run(asked_for, path)] == ["kept", "kept", "kept", "filled"]
+
+
+def test_nothing_begins_that_would_hardly_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for = [wishes.Wish(problem(length, mask=Mask())) for length in (256, 512, 1024)]
+    path = tmp_path / "t.yaml"
+    monkeypatch.setattr(standard, "expected", lambda wish: 1000.0 if wish.problem.seqlen_q == 512 else 0.0)
+    assert [each.how for each in run(asked_for, path, within=500.0)] == ["searched"]
+    assert [each.how for each in run(asked_for, path, within=1500.0)] == ["kept", "searched", "searched"]
+
+
+def test_a_wish_says_how_many_trials_its_search_gets_unless_the_caller_does(tmp_path: Path) -> None:
+    for number, (budget, trials) in enumerate([(None, 5), (2, 2)]):
+        CREATED.clear()
+        asked_for = [wishes.Wish(problem(256 + number, mask=Mask()), budget=5)]
+        path = tmp_path / f"{number}.yaml"
+        list(standard.tune(asked_for, H200, ExecutorName.DEVICE, TOOLS, path=path, budget=budget, make_evaluator=Imagined))
+        assert CREATED[0].calls["evaluate"] == trials
+
+
+def test_what_another_process_writes_meanwhile_is_seen_and_kept(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path / "t.yaml", H200)
+    mine, theirs = entry(problem(mask=Mask())), entry(problem(2048, mask=Mask()))
+    assert shelf.put(mine).written and not shelf.path.exists()
+    table.merge(shelf.path, H200, theirs)
+    assert {each.problem for each in shelf.entries()} == {mine.problem, theirs.problem}
+    shelf.write()
+    assert {each.problem for each in table.read(shelf.path, strict=True).entries} == {mine.problem, theirs.problem}
+
+
+def test_a_shelf_replaces_no_measured_entry_by_a_predicted_one(tmp_path: Path) -> None:
+    measured, predicted = entry(problem()), entry(problem(), kind="predicted", median=1.0)
+    shelf = Shelf(table_of(tmp_path / "t.yaml", measured).path, H200)
+    assert not shelf.put(predicted).written
+    shelf.write()
+    assert table.read(shelf.path, strict=True).entries == (measured,)
+
+
+def test_a_shelf_writes_when_enough_time_has_gone_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("flashgen.shelf.time.monotonic", lambda: now[0])
+    shelf = Shelf(tmp_path / "t.yaml", H200)
+    shelf.put(entry(problem(256)))
+    now[0] = WRITE_SECONDS + 1.0
+    shelf.put(entry(problem(512)))
+    assert len(table.read(shelf.path, strict=True).entries) == 2
+
+
+def test_gradients_are_searched_and_filled_like_outputs(tmp_path: Path) -> None:
+    asked = problem(256, head_dim=64, mask=Mask(), op=Op.BACKWARD)
+    asked_for = [wishes.Wish(asked), wishes.Wish(replace(asked, seqlen_q=512, seqlen_kv=512), searched=False)]
+    path = tmp_path / "t.yaml"
+    assert [each.how for each in run(asked_for, path)] == ["searched", "filled"]
+    assert {each.problem.op for each in table.read(path, strict=True).entries} == {Op.BACKWARD}
+    assert [each.how for each in run(asked_for, path)] == ["kept", "kept"]
 
 
 def test_a_stale_entry_of_the_list_is_made_anew(tmp_path: Path) -> None:
@@ -159,8 +281,8 @@ def test_a_stale_entry_of_the_list_is_made_anew(tmp_path: Path) -> None:
 
     asked = problem(mask=Mask())
     path = table_of(tmp_path / "t.yaml", stale(entry(asked)), entry(problem(512, mask=Mask()), kind="predicted")).path
-    wishes = [standard.Wish(asked), standard.Wish(problem(512, mask=Mask()))]
-    assert [each.how for each in run(wishes, path)] == ["searched", "searched"], "a GPU replaces predictions too"
+    asked_for = [wishes.Wish(asked), wishes.Wish(problem(512, mask=Mask()))]
+    assert [each.how for each in run(asked_for, path)] == ["searched", "searched"], "a GPU replaces predictions too"
 
 
 def test_neighbours_are_the_nearest_winners_and_runners_up_each_once() -> None:
@@ -171,6 +293,21 @@ def test_neighbours_are_the_nearest_winners_and_runners_up_each_once() -> None:
     half = replace(problem(1024, mask=Mask()), dtype=DType.FLOAT16)
     assert standard.neighbours(half, entries) == [near.variant, second, far.variant]
     assert standard.neighbours(half, entries, most=2) == [near.variant, second]
+
+
+def test_neighbours_come_from_the_journals_of_searches_where_winners_are_few(tmp_path: Path) -> None:
+    asked, path = problem(1024, mask=Mask()), tmp_path / "t.yaml"
+    run([wishes.Wish(asked, budget=12)], path, budget=12)
+    (found,) = table.read(path, strict=True).entries
+    half = replace(asked, dtype=DType.FLOAT16)
+    best = standard.neighbours(half, [found])
+    assert len(best) == standard.NEIGHBOURS and best[0] == found.variant and len(set(best)) == len(best)
+    times = [CREATED[0].us(each) for each in best[2:]]
+    assert times == sorted(times)
+    (paths.study_store() / "torn.jsonl").write_text("{")
+    for journal in paths.study_store().glob("*.jsonl"):
+        journal.write_text(journal.read_text().replace(load_space("ampere_forward").digest, "0" * 64))
+    assert len(standard.neighbours(half, [found])) == 2, "variants of other spaces are no candidates"
 
 
 def test_filling_takes_the_fastest_exact_candidate() -> None:
@@ -225,22 +362,68 @@ def test_a_standard_list_names_its_problems_itself(capsys: pytest.CaptureFixture
 
 @pytest.mark.compiled
 def test_a_list_is_compiled_ahead_without_a_gpu(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    wishes = [standard.Wish(problem(256, head_dim=16)), standard.Wish(problem(512, head_dim=16), searched=False)]
-    monkeypatch.setitem(standard.LISTS, "small", lambda: wishes)
+    asked_for = [wishes.Wish(problem(256, head_dim=16)), wishes.Wish(problem(512, head_dim=16), searched=False)]
+    monkeypatch.setitem(wishes.LISTS, "small", lambda: asked_for)
     assert cli.run(["tune", "--standard", "small", "--compile-only", "--gpu", "h200", "--budget", "2", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["kernels"] == 2 and "1/1 compiled" in captured.err
 
 
+def test_the_command_does_the_operation_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward, backward = problem(256, mask=Mask()), problem(256, mask=Mask(), op=Op.BACKWARD)
+    monkeypatch.setitem(wishes.LISTS, "full", lambda: [wishes.Wish(forward), wishes.Wish(backward)])
+    seen = list[list[Problem]]()
+
+    def tune(asked_for: Sequence[wishes.Wish], *_: object, **__: object) -> list[standard.Done]:
+        seen.append([each.problem for each in asked_for])
+        return [standard.Done(each, "kept") for each in asked_for]
+
+    monkeypatch.setattr(standard, "tune", tune)
+    arguments = ["tune", "--standard", "full", "--gpu", "h200", "--executor", "emulated", "--table", str(tmp_path / "t.yaml")]
+    for more in ([], ["--op", "forward"], ["--op", "backward"], ["--deterministic"]):
+        assert cli.run([*arguments, *more]) == 0
+    same_bits = replace(backward, deterministic=True)
+    assert seen == [[forward, backward], [forward], [backward], [same_bits]]
+    assert cli.run(["tune", "--standard", "small", "--op", "backward", "--gpu", "h200", "--executor", "emulated"]) == 2
+    assert "forward problems only" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_command_tells_that_time_is_up_and_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked_for = [wishes.Wish(problem(length, mask=Mask())) for length in (256, 512)]
+    monkeypatch.setitem(wishes.LISTS, "small", lambda: asked_for)
+    monkeypatch.setattr(standard, "tune", lambda given, *_, **__: iter([standard.Done(given[0], "kept")]))
+    arguments = ["tune", "--standard", "small", "--gpu", "h200", "--executor", "emulated", "--table", str(tmp_path / "t.yaml"), "--json"]
+    assert cli.run([*arguments, "--within", "100"]) == 130
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["left"] == 1 and "1 problems are left" in captured.err
+    assert cli.run(["tune", "--within", "100", "--head-dim", "64"]) == 2
+    assert cli.run([*arguments, "--within", "0"]) == 2
+
+
+def test_the_time_left_follows_the_pace_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("flashgen.cli.standard.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(wishes, "seconds", lambda wish: 30.0)
+    asked_for = [wishes.Wish(problem(length)) for length in (256, 512, 1024, 2048)]
+    pace = Pace(asked_for)
+    assert pace.after(standard.Done(asked_for[0], "kept")) == ""
+    now[0] = 60.0
+    assert pace.after(standard.Done(asked_for[1], "searched")) == ", about 2 min 0 s left"
+
+
 def test_a_problem_that_cannot_be_done_is_skipped_with_its_reason(tmp_path: Path) -> None:
     odd = replace(problem(mask=Mask()), head_dim=264, head_dim_v=264)
-    done = run([standard.Wish(odd), standard.Wish(problem(mask=Mask()))], tmp_path / "t.yaml")
+    done = run([wishes.Wish(odd), wishes.Wish(problem(mask=Mask()))], tmp_path / "t.yaml")
     assert [each.how for each in done] == ["skipped", "searched"] and "No kernel family fits" in done[0].why
 
 
 def test_the_command_keeps_a_list_that_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    wishes = [standard.Wish(problem(mask=Mask()))]
-    monkeypatch.setitem(standard.LISTS, "small", lambda: wishes)
+    asked_for = [wishes.Wish(problem(mask=Mask()))]
+    monkeypatch.setitem(wishes.LISTS, "small", lambda: asked_for)
     monkeypatch.setattr(standard, "evaluators", lambda executor: nullcontext(Imagined))
     monkeypatch.setattr("flashgen.staleness.tools_in_use", lambda: TOOLS)
     arguments = ["tune", "--standard", "small", "--gpu", "h200", "--executor", "emulated", "--table", str(tmp_path / "t.yaml"), "--json"]
@@ -282,6 +465,44 @@ def test_a_predicted_entry_is_refreshed_without_a_gpu(tmp_path: Path, monkeypatc
     assert cli.run(["table", "check", "--compile", str(path)]) == 0
     (fresh,) = table.read(path, strict=True).entries
     assert fresh.measurement.source == "predicted" and fresh.certificate.executor is ExecutorName.EMULATED
+
+
+# Compiling ahead ---------------------------------------------------------------------------------------------------------
+
+
+class Pool:
+    """Takes texts to compile, and is done with each at once."""
+
+    def __init__(self) -> None:
+        self.submitted, self.closed = list[str](), False
+
+    def submit(self, source: Source, arch: str) -> Future[Compiled]:
+        self.submitted.append(source.digest)
+        done: Future[Compiled] = Future()
+        done.set_result(compiled(source, arch))
+        return done
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_what_fills_coming_problems_is_compiled_ahead_each_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool()
+    monkeypatch.setattr(standard, "CompilePool", lambda: pool)
+    asked, other = problem(mask=Mask()), problem(mask=Mask(), head_dim=128)
+    found = [entry(asked), entry(problem(2048, mask=Mask()), chosen=variant(asked, block_kv=64))]
+    longer = [wishes.Wish(problem(length, mask=Mask()), searched=False) for length in (4096, 8192)]
+    half = wishes.Wish(replace(asked, dtype=DType.FLOAT16), searched=False)
+    with standard._Ahead(H200) as ahead:
+        ahead.compile([*longer, wishes.Wish(other)], found)
+        texts = {source_of(asked, each.variant).digest for each in found}
+        assert sorted(pool.submitted) == sorted(texts), "both lengths have the same texts; who is searched asks for its own"
+        ahead.compile([half], found)
+        assert len(pool.submitted) == 4, "the other type has texts of its own"
+        ahead.compile([wishes.Wish(other, searched=False)], found)
+        ahead.compile([wishes.Wish(other, searched=False)], [*found, entry(other)])
+        assert len(pool.submitted) == 5, "what has no neighbours yet is asked for again"
+    assert pool.closed
 
 
 # One proof per machine code ----------------------------------------------------------------------------------------------
@@ -334,6 +555,15 @@ def test_a_kernel_that_is_wrong_at_real_size_is_refused_there_and_there_only(chi
     first, second = proofs(1024, 4096)
     assert first.verdict is Verdict.EXACT
     assert second.verdict is Verdict.INEXACT and second.failure == child.wrong
+
+
+def test_long_kernels_run_fewer_rounds_in_a_list(child: ProvingChild) -> None:
+    long = wishes.shaped(128, 128, 32_768, Mask(), op=Op.BACKWARD)
+    with standard.evaluators(ExecutorName.DEVICE) as make:
+        for of, expected in ((problem(), 30), (long, 8)):
+            evaluator = make([], of, H200, 0)
+            assert isinstance(evaluator, standard.Remembering) and evaluator.rounds(9) == expected
+            evaluator.close()
 
 
 def test_a_failed_proof_is_made_again(child: ProvingChild) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shipping import H200, NVRTC, entry, problem, stale, table_of, variant
+from shipping import H200, NVRTC, entry, gradients, problem, stale, table_of, variant
 
 from flashgen import cli, device, paths, staleness, t4, table, table_tools
 from flashgen.errors import InvalidTable
@@ -126,6 +126,25 @@ def test_no_problem_is_lost_whatever_the_order_of_merging(tmp_path: Path) -> Non
         wanted = {table.full_key(each.problem) for source in made for each in source.entries}
         assert {table.full_key(each.problem) for each in merged.entries} == wanted
         assert table.read(into, strict=True).entries == table.parse(into.read_bytes(), into).entries
+
+
+def test_entries_of_both_passes_live_side_by_side(tmp_path: Path, tools: staleness.Tools, capsys: Captured) -> None:
+    forward, backward = entry(), gradients()
+    one, two = table_of(tmp_path / "one.yaml", forward), table_of(tmp_path / "two.yaml", backward)
+    merged, conflicts = table_tools.merge(tmp_path / "both.yaml", [one, two])
+    assert set(merged.entries) == {forward, backward} and not conflicts
+    assert cli.run(["table", "check", str(merged.path)]) == 0
+    assert kinds(tmp_path, [forward, backward], [forward, timed(backward, 50.0)]) == [Difference.FASTER, Difference.SAME]
+    worse = timed(backward, 200.0)
+    merged, (conflict,) = table_tools.merge(merged.path, [table_of(tmp_path / "three.yaml", worse)])
+    assert conflict.kept == backward and set(merged.entries) == {forward, backward}
+    capsys.readouterr()
+
+
+def test_a_damaged_entry_of_the_backward_pass_fails_its_check(tmp_path: Path, tools: staleness.Tools, capsys: Captured) -> None:
+    path = table_of(tmp_path / "a.yaml", entry(), stale(gradients())).path
+    assert cli.run(["table", "check", str(path)]) == 1
+    assert "backward" in capsys.readouterr().out
 
 
 def test_merging_twice_changes_nothing(tmp_path: Path) -> None:

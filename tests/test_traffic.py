@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shipping import H200, entry, problem, table_of
+from shipping import H200, entry, gradients, problem, table_of
 
 import flashgen
 from flashgen import cli, cost, search, table, traffic
@@ -118,6 +118,17 @@ def test_traffic_is_exact_near_or_left_to_the_fallback(tmp_path: Path) -> None:
     assert covers(tmp_path, exact, near, far, other, nothing) == {
         exact: Cover.EXACT, near: Cover.NEAR, far: Cover.FALLBACK, other: Cover.FALLBACK, nothing: Cover.NOTHING,
     }  # fmt: skip
+
+
+def test_traffic_of_the_backward_pass_is_counted_by_entries_of_its_own(tmp_path: Path) -> None:
+    forward, backward = problem(), gradients().problem
+    near, same_bits = replace(backward, batch=4), replace(backward, deterministic=True)
+    asked = [forward, backward, near, same_bits]
+    found = table_of(tmp_path / "a.yaml", gradients())
+    covered = {each.problem: each.cover for each in traffic.coverage(dict.fromkeys(asked, 1), H200, [found])}
+    assert covered == {forward: Cover.FALLBACK, backward: Cover.EXACT, near: Cover.NEAR, same_bits: Cover.FALLBACK}
+    commands = traffic.tune_commands(traffic.coverage({same_bits: 1}, H200, [found]))
+    assert len(commands) == 1 and "--op backward --deterministic" in commands[0]
 
 
 def test_the_commands_that_tune_the_rest_ask_for_just_those_problems(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from flashgen.cli import options as shared
+from flashgen.model import Op
 
 DONE = 0
 
@@ -22,7 +23,7 @@ def bundle(out: Path, name: str, problems: Path | None, architectures: tuple[str
     """Write the kernels of a table into OUT, a folder or a .zip, to be launched where there is no compiler.
 
     OUT holds machine code, table, licence, a C header with an example, and a manifest with the sha256 of everything; the same inputs give
-    the same bytes. Machine code comes from the cubin store, or is compiled; no GPU is needed.
+    the same bytes. Machine code comes from the cubin store, or is compiled; no GPU is needed. Entries of the backward pass are left out.
     """
     from flashgen import bundle as bundles
     from flashgen import console, table, table_tools, traffic
@@ -30,11 +31,15 @@ def bundle(out: Path, name: str, problems: Path | None, architectures: tuple[str
     (path,) = table_tools.find([name])
     of = table.read(path, strict=True)
     entries = of.entries if problems is None else table_tools.serving(traffic.read(problems), of)
-    made = bundles.write(out, of, entries, architectures, replace=force)
+    forward = [entry for entry in entries if entry.problem.op is Op.FORWARD]
+    left_out = len(entries) - len(forward)
+    if left_out:
+        click.echo(f"A bundle holds forward kernels: {left_out} entries of the backward pass are left out.", err=True)
+    made = bundles.write(out, of, forward, architectures, replace=force)
     if as_json:
         record = {
             "schema": "flashgen.bundled/1", "path": str(made.path), "kernels": made.kernels, "entries": made.entries, "bytes": made.bytes,
-            "manifest_sha256": made.digest,
+            "manifest_sha256": made.digest, "left_out": left_out,
         }  # fmt: skip
         shared.print_json(record)
     else:

@@ -52,6 +52,9 @@ class Order:
 @click.option("--resume/--fresh", "resume", default=True, show_default=True, help="Go on with a stopped search, or forget it.")
 @click.option("--standard", type=click.Choice(["small", "full"]), help="A standard list of problems instead; may be stopped and resumed.")
 @click.option("--part", metavar="I/N", help="With --standard: this part of the list only, such as 2/4.")
+@click.option(
+    "--within", type=float, metavar="SECONDS", help="With --standard: begin nothing that would hardly end within so many seconds."
+)
 @click.option("--compile-only", is_flag=True, help="Only fill the cubin store; needs no GPU.")
 @shared.json_option
 def tune(**options: Any) -> int:
@@ -60,14 +63,16 @@ def tune(**options: Any) -> int:
     Both masks, 4096 rows, 16 heads, batch 4 and bfloat16 unless said otherwise. Without a GPU the best variants by the cost model are
     compiled for --gpu (default h200), ranked with the compiler's registers and certified by emulation; all times are then predictions.
     """
-    request, standard, part = shared.request_of(options), options.pop("standard"), options.pop("part")
-    _check_limits(options["budget"], options["seconds"])
+    request, standard, part, within = shared.request_of(options), *(options.pop(name) for name in ("standard", "part", "within"))
+    _check_limits(options["budget"], options["seconds"], within)
     if standard is not None:
         from flashgen.cli.standard import tune_list
 
-        return tune_list(standard, part, request, options)
+        return tune_list(standard, part, within, request, options)
     if part is not None:
         raise InvalidProblem(f"--part divides a standard list; add --standard. Got --part {part}.")
+    if within is not None:
+        raise InvalidProblem(f"--within limits a standard list; add --standard, or use --seconds. Got --within {within:g}.")
     problems = request.problems()
     compile_only = options.pop("compile_only")
     target = shared.target_of(options.pop("gpu"), str(ExecutorName.EMULATED) if compile_only else options.pop("executor"))
@@ -76,8 +81,8 @@ def tune(**options: Any) -> int:
     return _compile_only(order) if compile_only else _tune(order)
 
 
-def _check_limits(budget: int | None, seconds: float | None) -> None:
-    for name, value in (("--budget", budget), ("--seconds", seconds)):
+def _check_limits(budget: int | None, seconds: float | None, within: float | None) -> None:
+    for name, value in (("--budget", budget), ("--seconds", seconds), ("--within", within)):
         if value is not None and not value > 0:
             raise InvalidProblem(f"{name} must be more than 0; got {value}.")
 

@@ -33,6 +33,7 @@ from flashgen.model import DeviceLimits, DType, ExecutorName, Mask, Outcome, Pro
 from flashgen.render import render
 from flashgen.space import load_space
 from flashgen.staleness import tools_in_use
+from flashgen.wishes import Wish
 
 FAMILY = "hopper_forward"
 PEERS = ("sdpa-cudnn", "fa3", "fa4")
@@ -82,7 +83,7 @@ class Study:
 
     def entry(self, each: Problem) -> Variant:
         """The table's variant for exactly this problem; the table is filled where it has none."""
-        wish = standard.Wish(each, searched=False)
+        wish = Wish(each, searched=False)
         (done,) = standard.tune([wish], self.limits, ExecutorName.DEVICE, tools_in_use(), path=self.table, make_evaluator=self.make)
         print(f"  {each}: {done.how}", flush=True)
         entries = tables.read(self.table, strict=True).entries
