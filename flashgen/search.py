@@ -132,7 +132,19 @@ def compile_ahead(
 
 
 def bind_families(problem: Problem, device: DeviceLimits, families: Sequence[str] | None = None) -> list[BoundSpace]:
-    """The spaces that offer at least one variant. Raises InvalidProblem for an empty problem; UnsupportedProblem and EmptySpace say why."""
+    """The spaces that offer at least one variant. Raises as `bind_supported`, and EmptySpace, which says why."""
+    bounds = bind_supported(problem, device, families)
+    offering = [bound for bound in bounds if bound.feasible()]
+    if not offering:
+        raise EmptySpace("\n".join(_why_empty(bound) for bound in bounds))
+    return offering
+
+
+def bind_supported(problem: Problem, device: DeviceLimits, families: Sequence[str] | None = None) -> list[BoundSpace]:
+    """The spaces of families that compute the problem on the device, whether or not a variant fits: finding that out takes long.
+
+    Raises InvalidProblem for an empty problem; UnsupportedProblem says why.
+    """
     if not (problem.batch and problem.seqlen_q and problem.seqlen_kv):
         raise InvalidProblem(f"There is nothing to time in {problem}: batch and lengths must be at least 1 to tune.")
     spaces = load_spaces(problem.op)
@@ -147,10 +159,7 @@ def bind_families(problem: Problem, device: DeviceLimits, families: Sequence[str
         raise UnsupportedProblem(
             f"No kernel family fits {problem} on {device.name} (sm_{device.sm}):\n{listed}\nChange what the reasons name, or the device."
         )
-    offering = [bound for bound in bounds if bound.feasible()]
-    if not offering:
-        raise EmptySpace("\n".join(_why_empty(bound) for bound in bounds))
-    return offering
+    return bounds
 
 
 def space_check(entry: TableEntry) -> str | None:

@@ -207,7 +207,7 @@ def fill(
 
     Raises UnsupportedProblem when none of them can run.
     """
-    bounds = search.bind_families(problem, device)
+    bounds = search.bind_supported(problem, device)
     families = {bound.space.family: bound for bound in bounds}
     variants = [each for each in candidates if each.family in families and not families[each.family].explain(each)]
     fallback = search.fallback_of(bounds)
