@@ -39,7 +39,7 @@ FAULTS = (
     ("dv takes the gradients of scores", "packed[i] = pack_pair(scores[2 * i], scores[2 * i + 1], Element{}); gradients[i]", "packed[i] = pack_pair(low, high, Element{}); gradients[i]", NONE, SERIAL),
     ("rows past the last are stored", "if (row + 8 * r >= rows || tile >= TILES || column + tile * 8 >= end) continue;", "if (tile >= TILES || column + tile * 8 >= end) continue;", NONE, SPLIT),
     ("padding rows keep what the workspace held", "store_global(to.lse + place, infinity()); store_global(to.delta + place, 0.0f);", "", NONE, SPLIT),
-    ("the sums of dq start as they are", "store_global(sums + index, Vector16{{0, 0, 0, 0}});", ";", NONE, OVERLAPPED),
+    ("the sums of dq start as they are", "if constexpr (C::FUSED && !C::ORDERED) zero_sums();", "", NONE, OVERLAPPED),
     ("the last block of dq is forgotten", "++this->exchanges; this->stage(dq(), block, this->exchanges - 1); this->fence_and_add_staged(block, this->exchanges - 1);", "++this->exchanges;", NONE, OVERLAPPED),
     ("dq is read before the other warpgroup has written dS", "this->wait_exchanged(present);", "", NONE, SERIAL),
     ("dS is overwritten while dq reads it", "mbarrier_wait(exchange_empty(exchanges), exchanges / 2 % 2 ^ 1);", "", NONE, OVERLAPPED),
