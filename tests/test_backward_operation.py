@@ -284,7 +284,7 @@ def test_a_peer_computes_the_gradients_of_the_operands_it_is_given(name: str, mo
 def test_exploring_refuses_backward_problems_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     from flashgen.cli import run
 
-    assert run("explore --op backward --head-dim 64 --gpu h200".split()) == 2
+    assert run(["explore", "--op", "backward", "--head-dim", "64", "--gpu", "h200"]) == 2
     assert "--op backward" in capsys.readouterr().err
 
 
