@@ -186,18 +186,32 @@ def refusal(problem: Problem, device: DeviceLimits) -> Callable[[TableEntry], st
             return str(refused)
         if reasons:
             return "; ".join(reasons)
-        return None if tables.full_key(entry.problem) == tables.full_key(problem) else slower_than_fallback(bound, variant)
+        return None if tables.full_key(entry.problem) == tables.full_key(problem) else slower_than_fallback(bound, variant, entry)
 
     return refuse
 
 
-def slower_than_fallback(bound: BoundSpace, variant: Variant) -> str | None:
-    """Why the cost model would rather run the fallback than this variant of a near match, or None."""
-    other = _fallback_us(bound.problem, bound.device)
-    expected = roofline_us(bound, variant)
-    if other is None or expected <= other:
+def slower_than_fallback(bound: BoundSpace, variant: Variant, entry: TableEntry) -> str | None:
+    """Why the cost model would rather run the fallback than the variant of a near match, or None.
+
+    A measured entry's variant beat the fallback. If the model says otherwise of that problem, it errs, and is taken to err as much here.
+    """
+    expected, other = roofline_us(bound, variant), _fallback_us(bound.problem, bound.device)
+    if other is None or expected <= other * max(1.0, _known_error(entry, bound.device)):
         return None
     return f"a near match, but predicted to take {expected:.1f} µs here against {other:.1f} µs of the fallback"
+
+
+def _known_error(entry: TableEntry, device: DeviceLimits) -> float:
+    """How many times as long as the fallback the model expects a measured winner to take for its own problem."""
+    fallback_us = _fallback_us(entry.problem, device) if entry.measurement.source == "measured" else None
+    if fallback_us is None:
+        return 1.0
+    try:
+        bound = load_space(entry.variant.family).bind(entry.problem, device)
+        return roofline_us(bound, bound.variant(entry.variant.as_dict())) / fallback_us
+    except (InfeasibleVariant, InvalidSpace, UnsupportedProblem):  # by another device's limits
+        return 1.0
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""DRAM bytes by a GPU's own counters beside the cost model's: the problems, the model's figures, and the recording of the counters.
+"""Bytes by a GPU's own counters beside the cost model's: the problems, the model's figures, and the recordings of the counters.
 
     python tests/recorded_traffic.py
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ import counters
 from counters import Counts
 from run_traffic import problem_of, variant_of
 
-RECORDING = Path(__file__).parent / "recorded" / "h200-traffic.json"
-FAMILIES = ("standard_forward", "ampere_forward", "hopper_forward")
+RECORDING = Path(__file__).parent / "recorded" / "h200-traffic.json"  # DRAM
+L2_RECORDING = RECORDING.with_stem(RECORDING.stem + "-l2")
+FLASH = ("ampere_forward", "hopper_forward")
+FAMILIES = ("standard_forward", *FLASH)
 PROBLEMS = (
     "8 32 4096 128 full",
     "8 64 4096 64 full",
@@ -72,11 +75,19 @@ def unsupported(family: str, words: str, limits: DeviceLimits) -> str | None:
 
 def modelled(family: str, words: str, limits: DeviceLimits) -> Modelled:
     """The model's figures for a problem on a device."""
+    in_step, apart = (_traffic(family, words, limits, in_step=state).dram_bytes for state in (True, False))
+    return Modelled(in_step, apart)
+
+
+def l2_ratios(family: str, counted: Mapping[str, list[Counts]], limits: DeviceLimits) -> dict[str, float]:
+    """Bytes that SMs asked of L2 over the model's, by problem."""
+    return {words: median(launches) / _traffic(family, words, limits).l2_bytes for words, launches in counted.items()}
+
+
+def _traffic(family: str, words: str, limits: DeviceLimits, in_step: bool = True) -> cost.Traffic:
     bound = load_space(family).bind(problem_of(words), limits)
     variant = variant_of(bound)
-    resident = cost.resources(bound, variant).ctas_per_sm
-    in_step, apart = (cost.traffic(bound, variant, resident, in_step=state).dram_bytes for state in (True, False))
-    return Modelled(in_step, apart)
+    return cost.traffic(bound, variant, cost.resources(bound, variant).ctas_per_sm, in_step=in_step)
 
 
 def median(launches: list[Counts]) -> float:

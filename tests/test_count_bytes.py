@@ -42,7 +42,7 @@ def test_runs_of_ncu_are_grouped_by_problem_and_launch(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(counters.shutil, "which", lambda name: "ncu")
     monkeypatch.setattr(counters.subprocess, "run", ncu)
-    found = counters.dram_bytes("ampere_forward", ["first", "second"], launches=3)
+    found = counters.moved_bytes("ampere_forward", ["first", "second"], launches=3)
     assert [[counters.total(each) for each in launches] for launches in found] == [[0, 1, 2], [3, 4, 5]]
     assert asked[-4:] == ["ampere_forward", "3", "first", "second"]
 
@@ -72,4 +72,4 @@ def test_without_a_gpu_or_ncu_the_third_part_says_what_is_missing(
     assert capsys.readouterr().out == "GPU\n  not counted: there is no GPU\n"
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
     with pytest.raises(counters.NoCounters, match="ncu"):
-        counters.dram_bytes("standard_forward", [count_bytes.LARGE], launches=1)
+        counters.moved_bytes("standard_forward", [count_bytes.LARGE], launches=1)

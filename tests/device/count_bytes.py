@@ -57,7 +57,7 @@ def by_gpu() -> list[str]:
     """DRAM bytes of each kernel, per head. Raises NoCounters."""
     if not device.is_present():
         raise counters.NoCounters("there is no GPU")
-    ((counted,),) = counters.dram_bytes(FAMILY, [LARGE], launches=1)
+    ((counted,),) = counters.moved_bytes(FAMILY, [LARGE], launches=1)
     return [
         f"kernel {name}: {each[counters.READ] / HEADS / MIB:.1f} MiB read, {each[counters.WRITTEN] / HEADS / MIB:.1f} MiB written per head"
         for name, each in counted.items()

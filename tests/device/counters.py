@@ -1,4 +1,4 @@
-"""DRAM bytes by the GPU's own counters, read with Nsight Compute (ncu)."""
+"""Bytes of DRAM and L2 by the GPU's own counters, read with Nsight Compute (ncu)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 
 from flashgen.space import load_space
 
-READ, WRITTEN = COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+READ, WRITTEN = DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+L2 = ("lts__t_sectors_srcunit_tex_op_read.sum", "lts__t_sectors_srcunit_tex_op_write.sum")  # asked by SMs, answered there or not
+UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "sector": 32.0, "": 32.0}
 LIMIT_S = 300
 
 Counts = dict[str, dict[str, float]]  # of one run: kernel, counter: bytes
@@ -28,12 +29,12 @@ def entries(family: str) -> tuple[str, ...]:
     return tuple(each.entry for each in load_space(family).definition.launches)
 
 
-def dram_bytes(family: str, problems: Sequence[str], launches: int) -> list[list[Counts]]:
+def moved_bytes(family: str, problems: Sequence[str], launches: int, counters: Sequence[str] = DRAM) -> list[list[Counts]]:
     """Per problem (words as of run_traffic.py) and launch; caches are empty before each kernel. Raises NoCounters."""
     if shutil.which("ncu") is None:
         raise NoCounters("Nsight Compute (ncu) is not on the PATH")
     names = entries(family)
-    chosen = ["--kernel-name", f"regex:^({'|'.join(names)})$", "--metrics", ",".join(COUNTERS)]
+    chosen = ["--kernel-name", f"regex:^({'|'.join(names)})$", "--metrics", ",".join(counters)]
     chosen += ["--cache-control", "all", "--clock-control", "none"]  # bytes do not depend on clocks
     script = [sys.executable, str(Path(__file__).with_name("run_traffic.py")), family, str(launches), *problems]
     try:
@@ -42,15 +43,15 @@ def dram_bytes(family: str, problems: Sequence[str], launches: int) -> list[list
         raise NoCounters(f"ncu took longer than {LIMIT_S} s") from error
     if done.returncode or '"ID"' not in done.stdout:
         raise NoCounters(f"ncu cannot read the counters here: {(done.stdout + done.stderr).strip()[-400:]}")
-    runs = parsed(done.stdout, names, len(problems) * launches)
+    runs = parsed(done.stdout, names, len(problems) * launches, counters)
     return [runs[first : first + launches] for first in range(0, len(runs), launches)]
 
 
-def parsed(output: str, names: Sequence[str], runs: int) -> list[Counts]:
+def parsed(output: str, names: Sequence[str], runs: int, counters: Sequence[str] = DRAM) -> list[Counts]:
     """The counters in the comma-separated table that ncu prints after its own lines, one row per launch and counter."""
     launches: dict[int, tuple[str, dict[str, float]]] = {}
     for row in csv.DictReader(io.StringIO(output[output.index('"ID"') :])):
-        if row["Metric Name"] in COUNTERS:
+        if row["Metric Name"] in counters:
             _, counts = launches.setdefault(int(row["ID"]), (row["Kernel Name"].partition("(")[0], {}))
             counts[row["Metric Name"]] = float(row["Metric Value"].replace(",", "")) * UNITS[row["Metric Unit"]]
     found = [launches[number] for number in sorted(launches)]

@@ -1,73 +1,111 @@
-"""How good near matches are: 40 shapes inside a table's range but not in it, the dispatched kernel beside the best that tuning finds.
+"""How good near matches are: shapes inside a table's range but not in it, the dispatched kernel beside the best that tuning finds.
 
-    python tests/device/near_shapes.py nvidia-h200 out.json [--shapes 40] [--budget 60]
+    python tests/device/near_shapes.py nvidia-h200 out.json [--shapes 40] [--budget 60] [--part 1/2] [--within SECONDS]
+    python tests/device/near_shapes.py --read out1.json out2.json
 
-Both kernels are timed in one run, in random order, with a cold L2; one line of figures per shape, kept in the JSON with every round.
+Both kernels are timed in one run, in random order, with a cold L2; one line of figures per shape, kept in the JSON with every round. Shapes
+that `out.json` holds already are left as they are, so a run that was stopped goes on; `--part` shares one list among several GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from flashgen import search, table, table_tools
+from flashgen import search, standard, table, table_tools
+from flashgen.backends import DeviceBackend
 from flashgen.device import present
+from flashgen.dispatch import Answer, Dispatcher
 from flashgen.evaluators import DeviceEvaluator
-from flashgen.model import Problem
+from flashgen.model import DeviceLimits, ExecutorName, Problem
+
+LONGEST_S = 45.0  # of one shape; none is begun that would hardly end in time
 
 
 def between(found: table.Table, count: int, seed: int) -> list[Problem]:
-    """Problems inside the range of a table, not in it, each with the key of one of its entries."""
+    """Problems inside the range of a table, not in it: each an entry's with as many rows, in sequences of another length."""
     rng, chosen = random.Random(seed), dict[Problem, None]()
     known = {table.full_key(each.problem) for each in found.entries}
     while len(chosen) < count:
         base = rng.choice(found.entries).problem
         lengths = [each.problem.seqlen_q for each in found.entries if each.problem.klass() == base.klass()]
-        length = rng.randint(min(lengths), max(lengths))
-        asked = replace(base, seqlen_q=length, seqlen_kv=length, batch=max(1, 16_384 // length))
+        length = round(2 ** rng.uniform(math.log2(min(lengths)), math.log2(max(lengths))))
+        asked = replace(base, seqlen_q=length, seqlen_kv=length, batch=max(1, base.batch * base.seqlen_q // length))
         if table.full_key(asked) not in known:
             chosen[asked] = None
     return list(chosen)
 
 
+def compared(asked: Problem, answer: Answer, limits: DeviceLimits, make: search.EvaluatorFactory, budget: int) -> dict[str, Any]:
+    """One row: what serves the problem, what a search of its own finds, and all times of both."""
+    served = answer.variant
+    with tempfile.TemporaryDirectory() as folder:
+        tuned = search.tune(asked, limits, budget=budget, table=Path(folder) / "t.yaml", make_evaluator=make).entry
+    assert tuned is not None
+    evaluator = make(search.bind_families(asked, limits), asked, limits, 1)
+    assert isinstance(evaluator, DeviceEvaluator)
+    try:
+        variants = list(dict.fromkeys([served, tuned.variant]))
+        decision = evaluator.decide(variants, [], {}) if len(variants) > 1 else None
+        samples = evaluator.comparison.samples if decision and evaluator.comparison else {}
+    finally:
+        evaluator.close()
+    times = {name: median(each) for name, each in samples.items()}
+    return {
+        "problem": str(asked),
+        "served": str(served),
+        "near": str(answer.entry.problem) if answer.entry else None,
+        "tuned": str(tuned.variant),
+        "ratio": times[str(served)] / min(times.values()) if times else 1.0,
+        "samples_us": samples,
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """Median and worst ratio, and how many shapes a near match served."""
+    ratios = sorted(row["ratio"] for row in rows)
+    near = sum(row["near"] is not None for row in rows)
+    return f"{len(rows)} shapes, {near} served by a near match: median {median(ratios):.3f}, worst {ratios[-1]:.3f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table")
-    parser.add_argument("out", type=Path)
+    parser.add_argument("table", nargs="?")
+    parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--shapes", type=int, default=40)
     parser.add_argument("--budget", type=int, default=60)
+    parser.add_argument("--part", default="1/1", metavar="I/N")
+    parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS")
+    parser.add_argument("--read", type=Path, nargs="+", metavar="OUT")
     options = parser.parse_args()
-    limits = present()
-    found = table.read(table_tools.find([options.table])[0], strict=True)
-    rows = []
-    for asked in between(found, options.shapes, 0):
-        answer = table.lookup(asked, limits, [found], search.refusal(asked, limits))
-        bounds = search.bind_families(asked, limits)
-        served = answer.found.entry.variant if answer.found else search.fallback_of(bounds)
-        assert served is not None
-        with tempfile.TemporaryDirectory() as folder:
-            tuned = search.tune(asked, limits, budget=options.budget, table=Path(folder) / "t.yaml").entry
-        assert tuned is not None
-        evaluator = DeviceEvaluator(bounds, asked, limits, 0)
-        try:
-            variants = list(dict.fromkeys([served, tuned.variant]))
-            decision = evaluator.decide(variants, [], {}) if len(variants) > 1 else None
-            samples = evaluator.comparison.samples if decision and evaluator.comparison else {}
-        finally:
-            evaluator.close()
-        times = {name: median(each) for name, each in samples.items()}
-        ratio = times[str(served)] / min(times.values()) if times else 1.0
-        row = {"problem": str(asked), "served": str(served), "near": bool(answer.found), "tuned": str(tuned.variant), "ratio": ratio}
-        rows.append(row | {"samples_us": samples})
-        print(f"{ratio:.3f} {asked}", flush=True)
-        options.out.write_text(json.dumps({"device": limits.name, "rows": rows}, indent=1))
-    ratios = [row["ratio"] for row in rows]
-    print(f"median {median(ratios):.3f}, worst {max(ratios):.3f} of {len(ratios)}")
+    if options.read:
+        print(summary([row for path in options.read for row in json.loads(path.read_text())["rows"]]))
+        return
+    started, limits = time.monotonic(), present()
+    file = table_tools.find([options.table])[0]
+    found, dispatcher = table.read(file, strict=True), Dispatcher(DeviceBackend(0), [file.parent])
+    part, count = map(int, options.part.split("/"))
+    rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    done = {row["problem"] for row in rows}
+    with standard.evaluators(ExecutorName.DEVICE) as make:
+        for asked in between(found, options.shapes, 0)[part - 1 :: count]:
+            if str(asked) in done:
+                continue
+            if time.monotonic() - started + LONGEST_S > options.within:
+                break
+            rows.append(compared(asked, dispatcher.serve(asked).answer, limits, make, options.budget))
+            print(f"{rows[-1]['ratio']:.3f} {time.monotonic() - started:5.0f} s {asked}", flush=True)
+            options.out.write_text(json.dumps({"device": limits.name, "rows": rows}, indent=1))
+    print(summary(rows))
 
 
 if __name__ == "__main__":
