@@ -7,14 +7,10 @@ from pathlib import Path
 
 import pytest
 import recorded_traffic
-from recorded_traffic import FAMILIES, LAUNCHES, PROBLEMS, RECORDING, REPEATS, Modelled, counters
+from recorded_traffic import FAMILIES, FLASH, L2_RECORDING, LAUNCHES, PROBLEMS, REPEATS, WITHIN, Modelled, counters
 
 from flashgen.device import preset
 
-recorded = pytest.mark.skipif(
-    not RECORDING.exists(),
-    reason=f"no {RECORDING.name} yet: run tests/device/test_traffic_on_device.py with RECORD_TRAFFIC={RECORDING.name}",
-)
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "explorer.md"
 ABOUT = {"gpu": "NVIDIA H200", "date": "2026-01-01", "driver": "1.2"}
 
@@ -24,7 +20,6 @@ def counts(*totals: float) -> list[counters.Counts]:
     return [{"forward": {counters.READ: total / 2, counters.WRITTEN: total / 2}} for total in totals]
 
 
-@recorded
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("words", PROBLEMS)
 def test_recorded_dram_bytes_are_within_a_tenth_of_the_model(family: str, words: str) -> None:
@@ -34,7 +29,6 @@ def test_recorded_dram_bytes_are_within_a_tenth_of_the_model(family: str, words:
     assert not model.misses(launches), recorded_traffic.line(words, launches, model)
 
 
-@recorded
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recorded_launches_of_a_problem_repeat_unless_the_model_leaves_them_to_chance(family: str) -> None:
     limits, families = recorded_traffic.read()
@@ -42,7 +36,14 @@ def test_recorded_launches_of_a_problem_repeat_unless_the_model_leaves_them_to_c
     assert max(spreads.values()) < REPEATS, spreads
 
 
-@recorded
+@pytest.mark.parametrize("family", FLASH)
+def test_recorded_l2_bytes_are_within_a_tenth_of_the_model_and_as_the_docs_say(family: str) -> None:
+    limits, families = recorded_traffic.read(L2_RECORDING)
+    ratios = recorded_traffic.l2_ratios(family, families[family], limits)
+    assert [*ratios] == list(PROBLEMS) and all(abs(ratio - 1.0) <= WITHIN for ratio in ratios.values()), ratios
+    assert f"{min(ratios.values()):.3f} to {max(ratios.values()):.3f} for `{family}`" in " ".join(DOCS.read_text().split())
+
+
 def test_the_table_of_the_docs_is_that_of_the_recording() -> None:
     assert "\n".join(recorded_traffic.table()) in DOCS.read_text(), "run python tests/recorded_traffic.py"
 
