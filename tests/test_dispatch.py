@@ -399,7 +399,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 import numpy, flashgen
 from flashgen import DType, Problem
-problem = Problem(DType.BFLOAT16, 128, 128, 1, 8, 8, 512, 512)
+problem = Problem(DType.BFLOAT16, 40, 40, 1, 8, 8, 512, 512)
 print(flashgen.lookup(problem, gpu="h200").explain())
 q = numpy.zeros((1, 2, 8, 16), numpy.float32)
 try:
