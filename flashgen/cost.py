@@ -96,7 +96,7 @@ def flops(problem: Problem) -> int:
 def resources(bound: BoundSpace, variant: Variant, report: CompileReport | None = None) -> Resources:
     """What one CTA takes and how many are resident per SM. Registers are the compiler's with a report, else the space's estimate."""
     at = bound.names(variant)
-    entries = bound.space.entry_points(bound.problem.klass(), variant)
+    entries = bound.entry_points(variant)
     threads = max(entry.threads for entry in entries)
     shared = max(entry.shared_bytes for entry in entries)
     parts = tuple((name, at[name]) for name in bound.space.definition.shared_parts) or (("shared_bytes", shared),)
@@ -174,6 +174,13 @@ def _missed_share(bound: BoundSpace, at: dict[str, int], ctas_per_sm: int, in_st
     others = max(0.0, 1.0 - key_heads / in_flight)
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes
     held = L2_SHARE * bound.device.l2_bytes / (key_heads * block_kv * row_bytes)  # tiles of each head
+    return _missed_of(problem, at.get("block_q", 64), block_kv, held, others, in_step)
+
+
+@lru_cache(maxsize=4096)
+def _missed_of(problem: Problem, block_q: int, block_kv: int, held: float, others: float, in_step: bool) -> float:
+    """The share of all visits that is missed; `held` tiles of each head are in L2, a share of `others` find them there."""
+    visits, _ = _visits(problem, block_q, block_kv)
     found = in_step and min(visits) == max(visits)
     return sum(count - others * (count if found else held) for count in visits if count > held) / sum(visits)
 
@@ -202,7 +209,7 @@ def predict(bound: BoundSpace, variant: Variant, report: CompileReport | None = 
     """The predicted time and its parts."""
     problem, device, at = bound.problem, bound.device, bound.names(variant)
     taken = resources(bound, variant, report)
-    launches = LAUNCH_US * len(bound.grids(variant))
+    launches = LAUNCH_US * len(bound.space.definition.launches)
     tiles, largest, query_tiles = _tiles(problem, at.get("block_q", 64), at.get("block_kv", 64))
     ctas = query_tiles * problem.batch_heads
     if taken.ctas_per_sm == 0:

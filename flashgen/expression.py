@@ -155,10 +155,10 @@ def _call(text: str, node: ast.Call, names: set[str]) -> Evaluator:
     return _extremum(min if node.func.id == "min" else max, arguments)
 
 
-def _extremum(choose: Callable[[list[int]], int], arguments: list[Evaluator]) -> Evaluator:
+def _extremum(choose: Callable[..., int], arguments: list[Evaluator]) -> Evaluator:
     if len(arguments) == 2:
         left, right = arguments
-        return lambda at: choose([left(at), right(at)])
+        return lambda at: choose(left(at), right(at))
     return lambda at: choose([argument(at) for argument in arguments])
 
 

@@ -6,7 +6,7 @@ Everything here is arithmetic on integers: checking a variant takes microseconds
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -110,15 +110,7 @@ class Space:
 
     def entry_points(self, klass: ProblemClass, variant: Variant) -> tuple[EntryPoint, ...]:
         """Names, threads and dynamic shared bytes, in launch order. Depends on problem class and variant only. Raises InfeasibleVariant."""
-        at = self._class_names(klass, variant)
-        return tuple(
-            EntryPoint(
-                rule.entry,
-                self._value(f"launches[{index}].threads", rule.threads, at),
-                self._value(f"launches[{index}].shared_bytes", rule.shared_bytes, at),
-            )
-            for index, rule in enumerate(self.definition.launches)
-        )
+        return self._entry_points(self._class_names(klass, variant))
 
     def boxes(self, klass: ProblemClass, variant: Variant) -> tuple[tuple[str, int], ...]:
         """Tensors that are copied through tensor maps, with the rows of one box; empty for families without such copies."""
@@ -152,6 +144,13 @@ class Space:
     @cached_property
     def _plan(self) -> _Plan:
         return _Plan(self.definition)
+
+    def _entry_points(self, at: Mapping[str, int]) -> tuple[EntryPoint, ...]:
+        found = []
+        for index, rule in enumerate(self.definition.launches):
+            threads = self._value(f"launches[{index}].threads", rule.threads, at)
+            found.append(EntryPoint(rule.entry, threads, self._value(f"launches[{index}].shared_bytes", rule.shared_bytes, at)))
+        return tuple(found)
 
     def _class_names(self, klass: ProblemClass, variant: Variant) -> dict[str, int]:
         if variant.family != self.family:
@@ -200,8 +199,7 @@ class BoundSpace:
             return dict(self._latest[1])
         at: dict[str, int] = dict(variant.params)
         at.update(self._base)
-        for name, expression in self._plan.varying:
-            at[name] = self.space._value(f"derived.{name}", expression, at)
+        self._settle(self._plan.varying, at)
         self._latest = variant, at
         return dict(at)
 
@@ -225,6 +223,14 @@ class BoundSpace:
     def feasible(self) -> list[Variant]:
         """All distinct feasible variants; parameters vary as in nested loops, first parameter outermost, choices in the file's order."""
         return list(self._feasible)
+
+    def walked(self) -> Iterator[Variant]:
+        """The feasible variants in an order in which `names` of the present one costs nothing: to predict all of them."""
+        parameters = [parameter.name for parameter in self.space.parameters]
+        for at in self._walk(0, dict(self._base)):
+            variant = Variant(self.space.family, tuple([(name, at[name]) for name in parameters]))
+            self._latest = variant, dict(at)
+            yield variant
 
     def points(self) -> Iterator[Variant]:
         """All points, feasible or not, conditions applied, in the order of `feasible`; the same one may come several times."""
@@ -259,6 +265,10 @@ class BoundSpace:
             )
         return variant
 
+    def entry_points(self, variant: Variant) -> tuple[EntryPoint, ...]:
+        """As `Space.entry_points`, for a variant of this space."""
+        return self.space._entry_points(self.names(variant))
+
     def grids(self, variant: Variant) -> tuple[int, ...]:
         """CTAs of each entry point for the problem, in launch order; 0 where there is nothing to do."""
         at = self.names(variant)
@@ -282,10 +292,23 @@ class BoundSpace:
 
     def ordinals(self, variant: Variant) -> dict[str, int]:
         """The answers to `suggest` that give this variant; to enqueue seeds. Raises InfeasibleVariant."""
-        asked = self._plan.asked(self._base)
         values = self.variant(variant.as_dict()).as_dict()
-        ordered = {parameter.name: sorted(parameter.choices) for parameter in self.space.parameters if parameter.name in asked}
-        return {name: choices.index(values[name]) if values[name] in choices else 0 for name, choices in ordered.items()}
+        return {name: places.get(values[name], 0) for name, places in self._places.items()}
+
+    def steps(self, variants: Iterable[Variant]) -> dict[Variant, tuple[int, ...]]:
+        """The values of `ordinals` of variants that are known to be of this space."""
+        found = {}
+        for variant in variants:
+            values = dict(variant.params)
+            found[variant] = tuple([places.get(values[name], 0) for name, places in self._places.items()])
+        return found
+
+    @cached_property
+    def _places(self) -> dict[str, dict[int, int]]:
+        """Of each parameter that is asked: its choices with their places in order."""
+        asked = self._plan.asked(self._base)
+        parameters = (parameter for parameter in self.space.parameters if parameter.name in asked)
+        return {parameter.name: {value: place for place, value in enumerate(sorted(parameter.choices))} for parameter in parameters}
 
     @cached_property
     def _feasible(self) -> tuple[Variant, ...]:
@@ -296,7 +319,7 @@ class BoundSpace:
 
     def _walk(self, level: int, at: dict[str, int]) -> Iterator[dict[str, int]]:
         """Feasible points below a partial one. Each level settles one parameter, then checks all that has become known."""
-        if level == 0 and any(self._violation(constraint, "static", at) for constraint in self._plan.constant):
+        if level == 0 and not self._fits(self._plan.constant, at):
             return
         if level == len(self._plan.levels):
             yield at
@@ -306,10 +329,28 @@ class BoundSpace:
         applies = condition is None or self.space._value(f"conditions.{step.parameter.name}.when", condition.when, at)
         for value in step.parameter.choices if condition is None or applies else (condition.otherwise,):
             at[step.parameter.name] = value
-            for name, expression in step.derived:
-                at[name] = self.space._value(f"derived.{name}", expression, at)
-            if not any(self._violation(constraint, "static", at) for constraint in step.constraints):
+            self._settle(step.derived, at)
+            if self._fits(step.constraints, at):
                 yield from self._walk(level + 1, at)
+
+    def _settle(self, derived: Iterable[tuple[str, Expression]], at: dict[str, int]) -> None:
+        """Add the values of derived quantities to `at`; this runs for every point of a walk."""
+        try:
+            for name, expression in derived:
+                at[name] = int(expression.evaluate(at))
+        except (ZeroDivisionError, KeyError):
+            for name, expression in derived:  # again, to say which and why
+                at[name] = self.space._value(f"derived.{name}", expression, at)
+
+    def _fits(self, constraints: tuple[Constraint, ...], at: Mapping[str, int]) -> bool:
+        """Whether no static constraint of these is violated; this runs for every point of a walk."""
+        try:
+            for constraint in constraints:
+                if constraint.holds.left.evaluate(at) > constraint.holds.right.evaluate(at):
+                    return False
+        except (ZeroDivisionError, KeyError):
+            return not any(self._measure(constraints, "static", at).values())
+        return True
 
     def _measure(self, constraints: tuple[Constraint, ...], stage: str, at: Mapping[str, int]) -> dict[str, float]:
         return {constraint.name: self._violation(constraint, stage, at) for constraint in constraints}
@@ -321,7 +362,7 @@ class BoundSpace:
             self._definition.refuse(f"constraints.{stage}.{constraint.name}.holds", f"{problem}.")
 
     def _compiled_names(self, variant: Variant, report: CompileReport) -> dict[str, int]:
-        dynamic = max(entry.shared_bytes for entry in self.space.entry_points(self.problem.klass(), variant))
+        dynamic = max(entry.shared_bytes for entry in self.entry_points(variant))
         kernel = {
             "kernel.registers": report.registers,
             "kernel.spill_bytes": report.spill_bytes,

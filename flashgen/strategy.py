@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from flashgen.cost import roofline_us
@@ -119,10 +120,9 @@ class _Family:
     def __init__(self, bound: BoundSpace, seed: int, cost: Cost) -> None:
         self.bound = bound
         feasible = bound.feasible()
-        self.predicted = {variant: cost(bound, variant) for variant in feasible}
-        order = {variant: number for number, variant in enumerate(feasible)}
-        self.ranked = sorted(feasible, key=lambda variant: (self.predicted[variant], order[variant]))
-        self.ordinals = {variant: tuple(bound.ordinals(variant).values()) for variant in feasible}
+        offered = set(feasible)
+        self.predicted = {variant: cost(bound, variant) for variant in bound.walked() if variant in offered}
+        self.ranked = sorted(feasible, key=self.predicted.__getitem__)  # stable: ties stay in canonical order
         self.best_measured: float | None = None
         self._seed = seed
         self._asks = 0
@@ -135,6 +135,10 @@ class _Family:
     @property
     def best_predicted(self) -> float:
         return self.predicted[self.ranked[0]]
+
+    @cached_property
+    def ordinals(self) -> dict[Variant, tuple[int, ...]]:
+        return self.bound.steps(self.ranked)
 
     def head(self) -> list[Variant]:
         """Seeds, then the cost model's best."""

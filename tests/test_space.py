@@ -201,6 +201,23 @@ def test_seeds_that_do_not_fit_are_skipped_in_order() -> None:
     assert bound(256, "rtx4090").seeds() == []
 
 
+@pytest.mark.parametrize("family", SHIPPED)
+def test_a_walk_meets_the_feasible_variants_and_knows_what_asking_for_each_alone_gives(family: str) -> None:
+    space, limits = load_space(family), device.preset("h200")
+    at = space.bind(problem(64, mask=Mask.causal(), op=space.ops[0]), limits)
+    met = dict[Variant, dict[str, int]]()
+    for number, each in enumerate(at.walked()):
+        met[each] = at.names(each) if number % 499 == 0 else {}
+    assert set(met) == set(at.feasible()) and len(met) > 1
+    ordinals = at.steps(met)
+    for each, names in met.items():
+        if names:
+            alone = space.bind(at.problem, limits)
+            assert names == alone.names(each) == at.names(each)
+            assert alone.entry_points(each) == space.entry_points(at.problem.klass(), each)
+            assert ordinals[each] == tuple(alone.ordinals(each).values())
+
+
 def test_an_infeasible_fallback_says_which_limit_is_hit() -> None:
     small = device.preset("h200").with_shared_bytes(16384)
     with pytest.raises(EmptySpace, match=r"(?s)fallback of example_space.*fits_shared: .* 49152 > 16384"):

@@ -20,11 +20,12 @@ from flashgen.errors import (
 from flashgen.evaluators import RecordedSpace, ReplayEvaluator
 from flashgen.model import (
     ExecutorName,
+    Op,
     Outcome,
     Trial,
     Variant,
 )
-from flashgen.space import parse_space
+from flashgen.space import load_spaces, parse_space
 from flashgen.strategy import Strategy
 from flashgen.study import RecordedStudy, read_study
 from flashgen.trials import run_trials
@@ -61,6 +62,17 @@ def test_seeds_come_first_then_the_cost_models_best() -> None:
     seeds = spaces[0].seeds()
     assert proposed[: len(seeds)] == seeds
     assert proposed[len(seeds) :][:5] == [variant for variant in ranked if variant not in seeds][:5]
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_a_ranking_of_all_variants_holds_what_predicting_each_alone_gives(op: Op) -> None:
+    problem = replace(PROBLEM, head_dim=128, head_dim_v=128, op=op)
+    for space in load_spaces(op):
+        ranked = Strategy([space.bind(problem, H200)], 30, 0).families[space.family]
+        order = {variant: number for number, variant in enumerate(ranked.bound.feasible())}
+        assert ranked.ranked == sorted(order, key=lambda variant: (ranked.predicted[variant], order[variant]))
+        for variant in ranked.ranked[::199]:
+            assert ranked.predicted[variant] == cost.roofline_us(space.bind(problem, H200), variant)
 
 
 @pytest.mark.parametrize("in_flight", [1, 8])
