@@ -106,11 +106,10 @@ def lookup(problem: Problem, *, gpu: str | DeviceLimits = "auto", table: Path | 
 
     Raises UnknownDevice, InvalidTable.
     """
-    from flashgen import dispatch, search
-    from flashgen import table as tables
+    from flashgen import dispatch, near
 
     limits = _limits(gpu)
-    return tables.lookup(problem, limits, dispatch.tables_of(table), search.refusal(problem, limits))
+    return near.look_up(problem, limits, dispatch.tables_of(table))
 
 
 def tune(problem: Problem, *, gpu: str | DeviceLimits = "auto", executor: ExecutorName | str | None = None, **options: Any) -> TuneResult:

@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from flashgen import paths, search, table, table_image, trust
+from flashgen import near, paths, table, table_image, trust
 from flashgen.backends import Backend, BackwardLaunch, DeviceBackend, EmulatedBackend, Loaded, Strides
 from flashgen.errors import (
     FlashgenError,
@@ -35,6 +35,9 @@ from flashgen.untuned import fallbacks, tune_command
 
 KEPT_PROBLEMS = 8192
 """Problems in the in-process map; a program that asks for more different shapes looks them up again."""
+
+FEW_ROWS = 256
+"""Up to so many queries, which one or two tiles hold, all lengths of a bucket are served alike; beyond, each is looked up itself."""
 
 log = logging.getLogger("flashgen")
 
@@ -167,12 +170,12 @@ class Dispatcher:
         return self._from_tables(problem, capturing, steps) or self._from_fallbacks(problem, capturing, steps)
 
     def _as_its_bucket(self, problem: Problem, capturing: bool) -> Served | None:
-        """What serves the middle of the problem's bucket, where that can compute the problem too; None for a problem tuned as it is.
+        """What serves the middle of the bucket of a problem with few queries, if it can compute the problem; None for one tuned as it is.
 
         A look-up takes milliseconds, and a model that generates text asks for another length with every token.
         """
         middle = bucket_middle(problem)
-        if middle == problem or table.full_key(problem) in self._tuned(problem.klass()):
+        if middle == problem or problem.seqlen_q > FEW_ROWS or table.full_key(problem) in self._tuned(problem.klass()):
             return None
         model = self._served.get(middle)
         if model is None:
@@ -191,9 +194,8 @@ class Dispatcher:
 
     def _from_tables(self, problem: Problem, capturing: bool, steps: list[str]) -> Served | None:
         """The best entry that can be trusted; entries that fail are set aside, so each turn of the loop drops one."""
-        refuse = search.refusal(problem, self.backend.limits)
         while True:
-            found = table.lookup(problem, self.backend.limits, self._tables_of(problem.klass()), self._refusing(refuse))
+            found = near.look_up(problem, self.backend.limits, self._tables_of(problem.klass()), self._set_aside_before)
             if found.found is None:
                 steps.extend(found.steps)
                 return None
@@ -270,8 +272,8 @@ class Dispatcher:
             self._keys[klass] = {table.full_key(entry.problem) for each in self._tables_of(klass) for entry in each.entries}
         return self._keys[klass]
 
-    def _refusing(self, refuse: Callable[[TableEntry], str | None]) -> Callable[[TableEntry], str | None]:
-        return lambda entry: self._aside.get(_identity(entry)) or refuse(entry)
+    def _set_aside_before(self, entry: TableEntry) -> str | None:
+        return self._aside.get(_identity(entry))
 
     def _set_aside(self, entry: TableEntry, reason: str) -> None:
         self._aside[_identity(entry)] = f"set aside: {reason}"

@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
 
 from flashgen import table as tables
-from flashgen.cost import roofline_us
 from flashgen.errors import EmptySpace, InfeasibleVariant, InvalidProblem, InvalidSpace, LaunchError, UnsupportedProblem
 from flashgen.evaluators import DeviceEvaluator, Evaluator, PredictedEvaluator
 from flashgen.model import (
@@ -34,6 +32,7 @@ from flashgen.model import (
     Variant,
     Verdict,
 )
+from flashgen.near import fallback_of, refusal
 from flashgen.space import BoundSpace, load_space, load_spaces
 from flashgen.strategy import Strategy
 from flashgen.study import Header, Journal
@@ -169,57 +168,6 @@ def space_check(entry: TableEntry) -> str | None:
     except (InfeasibleVariant, InvalidSpace, UnsupportedProblem) as problem:
         return str(problem).rstrip(".")
     return None
-
-
-def refusal(problem: Problem, device: DeviceLimits) -> Callable[[TableEntry], str | None]:
-    """The `refuse` of `table.lookup`: why an entry must not serve `problem` on `device`.
-
-    Its variant cannot compute the problem, or it was tuned for another shape and is predicted to take longer than the fallback.
-    """
-
-    def refuse(entry: TableEntry) -> str | None:
-        try:
-            bound = load_space(entry.variant.family).bind(problem, device)
-            variant = bound.variant(entry.variant.as_dict())
-            reasons = bound.explain(variant)
-        except (InfeasibleVariant, InvalidSpace, UnsupportedProblem) as refused:
-            return str(refused)
-        if reasons:
-            return "; ".join(reasons)
-        return None if tables.full_key(entry.problem) == tables.full_key(problem) else slower_than_fallback(bound, variant, entry)
-
-    return refuse
-
-
-def slower_than_fallback(bound: BoundSpace, variant: Variant, entry: TableEntry) -> str | None:
-    """Why the cost model would rather run the fallback than the variant of a near match, or None.
-
-    A measured entry's variant beat the fallback. If the model says otherwise of that problem, it errs, and is taken to err as much here.
-    """
-    expected, other = roofline_us(bound, variant), _fallback_us(bound.problem, bound.device)
-    if other is None or expected <= other * max(1.0, _known_error(entry, bound.device)):
-        return None
-    return f"a near match, but predicted to take {expected:.1f} µs here against {other:.1f} µs of the fallback"
-
-
-def _known_error(entry: TableEntry, device: DeviceLimits) -> float:
-    """How many times as long as the fallback the model expects a measured winner to take for its own problem."""
-    fallback_us = _fallback_us(entry.problem, device) if entry.measurement.source == "measured" else None
-    if fallback_us is None:
-        return 1.0
-    try:
-        bound = load_space(entry.variant.family).bind(entry.problem, device)
-        return roofline_us(bound, bound.variant(entry.variant.as_dict())) / fallback_us
-    except (InfeasibleVariant, InvalidSpace, UnsupportedProblem):  # by another device's limits
-        return 1.0
-
-
-@lru_cache(maxsize=1024)
-def _fallback_us(problem: Problem, device: DeviceLimits) -> float | None:
-    """Predicted time of the fallback that serves the problem untuned; None where no family has one."""
-    bounds = [space.bind(problem, device) for space in load_spaces(problem.op) if space.unsupported(problem, device) is None]
-    fallback = fallback_of(bounds)
-    return next((roofline_us(bound, fallback) for bound in bounds if fallback and bound.space.family == fallback.family), None)
 
 
 @dataclass(frozen=True)
@@ -367,18 +315,6 @@ class _Run:
             self.problem, self.device, self.evaluator.executor, entry, change, tuple(trials), finalists, best, partial,
             time.monotonic() - self.started, self.journal.path,
         )  # fmt: skip
-
-
-def fallback_of(bounds: Sequence[BoundSpace]) -> Variant | None:
-    """The fallback variant that serves the problem untuned: of all families' the one with the least predicted time."""
-    found: list[tuple[float, str, Variant]] = []
-    for bound in bounds:
-        try:
-            variant = bound.fallback()
-        except EmptySpace:
-            continue
-        found.append((roofline_us(bound, variant), bound.space.family, variant))
-    return min(found)[2] if found else None
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
 
-from flashgen import gate, search, table
+from flashgen import gate, near, search, table
 from flashgen.compiler import CompilePool, architecture
 from flashgen.cubins import Compiled
 from flashgen.errors import CompileError, EmptySpace, FlashgenError, LaunchError, UnsupportedProblem
@@ -173,18 +173,19 @@ def neighbours(problem: Problem, entries: Sequence[TableEntry], most: int = NEIG
         one, other = replace(entry.problem.klass(), dtype=problem.dtype), problem.klass()
         return one == other
 
-    def apart(entry: TableEntry) -> tuple[bool, float, str]:
+    def apart(entry: TableEntry) -> tuple[bool, bool, float, str]:
         steps = zip(table.shape_bucket(entry.problem), table.shape_bucket(problem), strict=True)
-        return entry.problem.dtype is not problem.dtype, float(sum(abs(one - other) for one, other in steps)), str(entry.problem)
+        grouped = (entry.problem.gqa_group > 1) != (problem.gqa_group > 1)
+        return entry.problem.dtype is not problem.dtype, grouped, float(sum(abs(one - other) for one, other in steps)), str(entry.problem)
 
-    near = sorted(filter(alike, entries), key=apart)
+    nearest = sorted(filter(alike, entries), key=apart)
     found: dict[Variant, None] = {}
-    for entry in near:
+    for entry in nearest:
         found[entry.variant] = None
         if entry.runner_up is not None:
             found[entry.runner_up[0]] = None
     if len(found) < most:
-        searched = [_ranked(entry) for entry in near if entry.provenance.sampler != "neighbours"]
+        searched = [_ranked(entry) for entry in nearest if entry.provenance.sampler != "neighbours"]
         found |= dict.fromkeys(each for place in zip_longest(*searched) for each in place if each is not None)
     return list(found)[:most]
 
@@ -210,7 +211,7 @@ def fill(
     bounds = search.bind_supported(problem, device)
     families = {bound.space.family: bound for bound in bounds}
     variants = [each for each in candidates if each.family in families and not families[each.family].explain(each)]
-    fallback = search.fallback_of(bounds)
+    fallback = near.fallback_of(bounds)
     incumbents = [fallback] if fallback is not None else []
     evaluator = make(bounds, problem, device, seed)
     try:

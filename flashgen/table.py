@@ -39,6 +39,7 @@ LOCK_SECONDS = 120.0
 SAME_MEMORY = 0.1  # relative difference of DRAM bandwidth within which two devices count as alike
 MAX_BYTES = 16 * 2**20  # of one file; an entry takes about 2 kB
 MAX_DISTANCE = 2.0  # log2 steps per axis: an entry serves lengths up to four times shorter or longer
+CLEARLY = 0.89  # of a predicted time: where good variants of a recorded study are predicted so far apart, nine in ten pairs are in order
 
 RESEAL = "Restore it, or run `flashgen table check --reseal` after an edit by hand."
 
@@ -223,8 +224,15 @@ def shape_bucket(problem: Problem) -> tuple[int, int, int, int]:
 
 def distance(tuned: Problem, asked: Problem) -> float | None:
     """Sum of |log2 ratio| over the four shape axes; None when one axis differs by more than a factor of four."""
-    steps = [abs(left - right) for left, right in zip(_coordinates(tuned), _coordinates(asked), strict=True)]
-    return None if max(steps) > MAX_DISTANCE else sum(steps)
+    return None if max(_steps(tuned, asked)) > MAX_DISTANCE else _apart(tuned, asked)
+
+
+def _steps(tuned: Problem, asked: Problem) -> list[float]:
+    return [abs(left - right) for left, right in zip(_coordinates(tuned), _coordinates(asked), strict=True)]
+
+
+def _apart(tuned: Problem, asked: Problem) -> float:
+    return sum(_steps(tuned, asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,12 +257,20 @@ class Lookup:
         return "\n".join(f"{number}. {step}" for number, step in enumerate(self.steps, 1))
 
 
-def lookup(problem: Problem, device: DeviceLimits, tables: Sequence[Table], refuse: Callable[[TableEntry], str | None]) -> Lookup:
+def lookup(
+    problem: Problem,
+    device: DeviceLimits,
+    tables: Sequence[Table],
+    refuse: Callable[[TableEntry], str | None],
+    expect: Callable[[TableEntry], float | None] = lambda _: None,
+) -> Lookup:
     """The entry for `problem` on `device`.
 
     `refuse` says why a variant cannot compute `problem` on `device` (its static constraints), or None. Tables come in order of
-    precedence: of two entries with the same key and shape the earlier table's counts. A measured entry goes before a predicted one, the
-    same bucket before another, then the least distance, the smaller tile, the earlier table.
+    precedence: of two entries with the same key and shape the earlier table's counts. A measured entry goes before a predicted one, one
+    with query groups before one without where the problem has some, and the reverse; then the same bucket before another, the least
+    distance, the smaller tile, the earlier table. `expect` predicts the µs of an entry's variant, or None: where the nearest entry was
+    tuned for another shape, one of the same key gives way to one that is expected to take clearly less.
     """
     wanted = device_record(device)
     steps: list[str] = []
@@ -269,6 +285,7 @@ def lookup(problem: Problem, device: DeviceLimits, tables: Sequence[Table], refu
         for found in _ranked(equal, problem, sister, steps):
             reason = refuse(found.entry)
             if reason is None:
+                found = _preferred(found, equal, problem, refuse, expect, steps)
                 steps.append(
                     f"serves: {found.entry.variant} tuned for {found.entry.problem}, distance {found.distance:.2f}, from {found.path}"
                 )
@@ -286,7 +303,7 @@ def _ranked(candidates: list[tuple[TableEntry, Path]], problem: Problem, sister:
             steps.append(f"too far: tuned for {entry.problem}, more than a factor of four on one axis")
             continue
         rank = (
-            entry.measurement.source != "measured",
+            _evidence(entry, problem),
             shape_bucket(entry.problem) != shape_bucket(problem),
             round(apart, 9),
             _window_distance(entry.problem, problem),
@@ -295,6 +312,37 @@ def _ranked(candidates: list[tuple[TableEntry, Path]], problem: Problem, sister:
         )
         near.append((rank, Found(entry, path, apart, sister)))
     return [found for _, found in sorted(near, key=lambda pair: pair[0])]
+
+
+def _evidence(entry: TableEntry, problem: Problem) -> tuple[bool, bool]:
+    """The less, the more an entry says about a problem: one that was measured, and with query groups where the problem has some."""
+    return entry.measurement.source != "measured", (entry.problem.gqa_group > 1) != (problem.gqa_group > 1)
+
+
+def _preferred(
+    nearest: Found,
+    candidates: list[tuple[TableEntry, Path]],
+    problem: Problem,
+    refuse: Callable[[TableEntry], str | None],
+    expect: Callable[[TableEntry], float | None],
+    steps: list[str],
+) -> Found:
+    """The nearest, or what is expected to be clearly faster: wave and tile counts of a length between others can ask for another tile."""
+    expected = expect(nearest.entry) if full_key(nearest.entry.problem) != full_key(problem) else None
+    if expected is None:
+        return nearest
+    rated = [
+        (other, number, entry, path)
+        for number, (entry, path) in enumerate(_first_of_each(candidates))
+        if _evidence(entry, problem) <= _evidence(nearest.entry, problem) and (other := expect(entry)) is not None
+    ]
+    for other, _, entry, path in sorted(rated, key=lambda each: each[:2]):
+        if other > expected * CLEARLY:
+            break
+        if refuse(entry) is None:
+            steps.append(f"passed over: tuned for {nearest.entry.problem}, predicted to take {expected:.1f} µs, the next {other:.1f} µs")
+            return Found(entry, path, _apart(entry.problem, problem), nearest.sister)
+    return nearest
 
 
 def _first_of_each(candidates: list[tuple[TableEntry, Path]]) -> list[tuple[TableEntry, Path]]:

@@ -11,7 +11,7 @@ from typing import Any
 from flashgen import device, paths, table
 from flashgen.errors import InvalidTable
 from flashgen.model import DeviceLimits, ExecutorName, Problem, TableEntry
-from flashgen.search import refusal
+from flashgen.near import look_up
 from flashgen.staleness import bare
 from flashgen.table import Table, VariantCheck, full_key
 from flashgen.table_schema import DeviceRecord, device_record, to_raw
@@ -109,7 +109,7 @@ def limits_of(record: DeviceRecord) -> DeviceLimits:
 def serving(problems: Iterable[Problem], of: Table) -> list[TableEntry]:
     """The entries of one table that serve these problems on its own device, each once, in the table's order."""
     limits = limits_of(of.device)
-    answers = [table.lookup(problem, limits, [of], refusal(problem, limits)) for problem in problems]
+    answers = [look_up(problem, limits, [of]) for problem in problems]
     served = {full_key(answer.found.entry.problem) for answer in answers if answer.found}
     return [entry for entry in of.entries if full_key(entry.problem) in served]
 

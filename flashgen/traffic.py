@@ -177,10 +177,9 @@ def coverage(problems: Mapping[Problem, int], device: DeviceLimits, tables: Sequ
 
 
 def _covered(problem: Problem, count: int, device: DeviceLimits, tables: Sequence[Table]) -> Covered:
-    from flashgen.search import refusal
-    from flashgen.table import lookup
+    from flashgen.near import look_up
 
-    answer = lookup(problem, device, tables, refusal(problem, device))
+    answer = look_up(problem, device, tables)
     passed = next((step for step in reversed(answer.steps[:-1]) if step.startswith(("passed over", "too far"))), answer.steps[-1])
     if answer.found is None:
         return Covered(problem, count, *_untuned(problem, device, passed))

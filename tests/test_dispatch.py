@@ -263,6 +263,14 @@ def test_a_new_key_is_logged_once(folder: Path, caplog: pytest.LogCaptureFixture
     assert len([record for record in caplog.records if record.name == "flashgen"]) == 1
 
 
+@pytest.mark.parametrize(("rows", "alike"), [(1, True), (200, True), (1192, False)])
+def test_few_queries_are_served_as_their_bucket_and_many_by_a_look_up_of_their_own(folder: Path, rows: int, alike: bool) -> None:
+    write(folder, entry(problem(), **FAST))
+    asked = replace(problem(), seqlen_q=rows, seqlen_kv=3000)
+    answer = Dispatcher(FakeBackend(), [folder]).serve(asked).answer
+    assert any("the middle of its bucket" in step for step in answer.steps) == alike
+
+
 def test_threads_that_come_at_once_load_one_kernel(folder: Path) -> None:
     write(folder, entry(problem(), **FAST))
     backend = FakeBackend()

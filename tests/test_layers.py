@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cases", "suite", "certify", "gradient_suite", "gradient_gate", "gate", "compare", "approximate", "exactness", "telemetry",
         "timing", "peers", "bench", "worker", "side_by_side",
     ),
-    ("strategy", "study", "evaluators", "trials", "search"),
+    ("strategy", "study", "evaluators", "trials", "near", "search"),
     ("measured", "tile_grid", "explorer", "explorer_page"),
     ("staleness", "table_tools", "wishes", "shelf", "standard", "t4", "traffic", "formula", "bundle_reader", "bundle"),
     ("table_image", "untuned", "backends", "trust", "dispatch", "testing"),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from shipping import H200, NVRTC, compiled, entry, problem, source_of, table_of, variant
 
-from flashgen import cli, evaluators, paths, search, standard, table, wishes
+from flashgen import cli, evaluators, near, paths, search, standard, table, wishes
 from flashgen.cli.standard import Pace
 from flashgen.cubins import Compiled
 from flashgen.errors import InvalidProblem
@@ -342,7 +342,7 @@ def test_a_refresh_proves_and_times_anew_and_keeps_how_the_variant_was_found(tmp
 def test_a_refresh_that_fails_keeps_the_old_entry_and_says_why(tmp_path: Path) -> None:
     base = entry(problem(mask=Mask()))
     found = table_of(tmp_path / "t.yaml", base)
-    fallback = search.fallback_of(search.bind_families(base.problem, H200))
+    fallback = near.fallback_of(search.bind_families(base.problem, H200))
     assert fallback is not None
     INEXACT.update((base.variant, fallback))
     ((_, outcome),) = standard.refresh(found, found.entries, H200, ExecutorName.DEVICE, make_evaluator=Imagined)

@@ -16,6 +16,7 @@ from flashgen.model import (
     DeviceLimits,
     DType,
     Mask,
+    Problem,
     TableEntry,
 )
 from flashgen.table_schema import device_record
@@ -90,6 +91,36 @@ def test_equal_distances_take_the_smaller_tile(tmp_path: Path) -> None:
     found = table.lookup(problem(1024), DEVICE, known, never).found
     assert found is not None
     assert found.entry.variant.as_dict()["block_q"] == 64
+
+
+def test_entries_with_query_groups_serve_problems_with_query_groups(tmp_path: Path) -> None:
+    """A group's gradients are summed, so what is best for single heads says little."""
+    single, grouped = replace(problem(2048), heads_q=16, heads_kv=16), replace(problem(1024), heads_q=16, heads_kv=4)
+    known = tables(tmp_path, entry(single), entry(grouped))
+    for heads_kv, tuned in ((8, 1024), (16, 2048)):
+        found = table.lookup(replace(single, seqlen_q=1500, seqlen_kv=1500, heads_kv=heads_kv), DEVICE, known, never).found
+        assert found is not None and found.entry.problem.seqlen_q == tuned
+
+
+def test_an_expectation_moves_problems_that_were_not_tuned_and_only_if_it_is_clear(tmp_path: Path) -> None:
+    known = tables(tmp_path, entry(problem(1024)), entry(problem(16_384), block_q=256))
+
+    def expecting(far: float, asked: Problem, refused: str | None = None) -> int | None:
+        by_tile = {128: 100.0, 256: far}
+        found = table.lookup(
+            asked,
+            DEVICE,
+            known,
+            lambda each: refused if each.problem.seqlen_q == 16_384 else None,
+            lambda each: by_tile[each.variant.as_dict()["block_q"]],
+        ).found
+        return found.entry.problem.seqlen_q if found else None
+
+    assert expecting(88.0, problem(1500)) == 16_384  # farther than a near match may be, but proved for the same key
+    assert expecting(90.0, problem(1500)) == 1024
+    assert expecting(88.0, problem(1024)) == 1024
+    assert expecting(88.0, problem(1500), "does not fit") == 1024
+    assert expecting(1.0, problem(100)) is None  # nothing near: nothing to be better than
 
 
 def test_a_predicted_entry_never_outranks_a_measured_one(tmp_path: Path) -> None:

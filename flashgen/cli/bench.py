@@ -73,7 +73,7 @@ def _entries(
     problems: Sequence[Problem], device: DeviceLimits, families: Sequence[str], file: Path | None
 ) -> tuple[list[tuple[Problem, TableEntry]], list[str]]:
     """(problem, entry that serves it) pairs, and words about problems without one. Raises InvalidTable when nothing is left."""
-    from flashgen import search, table
+    from flashgen import near, table
     from flashgen.cli import choose
     from flashgen.table_schema import device_record
 
@@ -87,7 +87,7 @@ def _entries(
         return measured, []
     pairs, absent = [], []
     for problem in problems:
-        answer = table.lookup(problem, device, known, search.refusal(problem, device))
+        answer = near.look_up(problem, device, known)
         if answer.found is None:
             absent.append(f"{problem}: no table entry serves it. Run `flashgen tune` with the same options first.")
         else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashgen import cost, paths, search, table
+from flashgen import cost, near, paths, search, table
 from flashgen.errors import InfeasibleVariant, UnsupportedProblem
 from flashgen.model import DeviceLimits, Problem, Source, TableEntry, Variant
 from flashgen.render import render
@@ -37,7 +37,7 @@ def choose(problem: Problem, device: DeviceLimits, families: Sequence[str], para
             raise InfeasibleVariant(f"--params belongs to one family; got {len(families)}. Name it, as in --family ampere_forward.")
         bound = load_space(families[0]).bind(problem, device)
         return Chosen(bound, bound.variant(params), "as asked")
-    answer = table.lookup(problem, device, tables(file), lambda entry: _refuse(entry, problem, device, families))
+    answer = near.look_up(problem, device, tables(file), lambda entry: _unasked(entry, families))
     if answer.found is not None:
         variant = answer.found.entry.variant
         return Chosen(load_space(variant.family).bind(problem, device), variant, f"entry of {answer.found.path}")
@@ -76,7 +76,5 @@ def tables(file: Path | None) -> tuple[table.Table, ...]:
     return tuple(found)
 
 
-def _refuse(entry: TableEntry, problem: Problem, device: DeviceLimits, families: Sequence[str]) -> str | None:
-    if families and entry.variant.family not in families:
-        return f"only {', '.join(families)} was asked for"
-    return search.refusal(problem, device)(entry)
+def _unasked(entry: TableEntry, families: Sequence[str]) -> str | None:
+    return f"only {', '.join(families)} was asked for" if families and entry.variant.family not in families else None

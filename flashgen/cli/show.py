@@ -69,7 +69,7 @@ def source(**options: Any) -> int:
 @shared.json_option
 def entry(**options: Any) -> int:
     """Print the table entries that serve problems, and how they were found. Exit code 1 where there is none."""
-    from flashgen import console, search, table
+    from flashgen import console, near
     from flashgen.cli import choose
     from flashgen.console import reports
     from flashgen.table_schema import to_raw
@@ -77,7 +77,7 @@ def entry(**options: Any) -> int:
     problems = shared.request_of(options).problems()
     device = shared.target_of(options["gpu"], "emulated").device
     known = choose.tables(options["table"])
-    answers = [table.lookup(problem, device, known, search.refusal(problem, device)) for problem in problems]
+    answers = [near.look_up(problem, device, known) for problem in problems]
     if options["as_json"]:
         records = [
             {
