@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ import flashgen
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_STEPS = 20  # not timed: compilation, clocks
+BLOCK = 10  # steps that are timed as one, ended by a wait; the median of all blocks counts, so that a busy host for a moment does not
 
 
 @dataclass(frozen=True)
@@ -112,16 +114,18 @@ def text() -> bytes:
 
 
 def train(name: str, steps: int, config: Config = CONFIG, device: str = "cuda") -> Run:
-    """Losses of every step, and tokens per second after the first few steps. The same seed gives the same model and batches."""
+    """Losses of every step, and tokens per second, the median of blocks. The same seed gives the same model and batches."""
     torch.manual_seed(config.seed)
     model = Gpt(config, attention(name)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.rate, betas=(0.9, 0.95))
     data = torch.frombuffer(bytearray(text()), dtype=torch.uint8).long().to(device)
     choose = torch.Generator().manual_seed(config.seed)
-    losses, started = list[Any](), time.perf_counter()
+    losses, times, warm = list[Any](), list[float](), min(WARM_STEPS, steps // 2)
+    started = time.perf_counter()
     for step in range(steps):
-        if step == min(WARM_STEPS, steps // 2):
+        if step >= warm and (step - warm) % BLOCK == 0:
             _wait(device)
+            times.append((time.perf_counter() - started) / BLOCK)  # the first is of the warm steps
             started = time.perf_counter()
         places = torch.randint(len(data) - config.rows - 1, (config.batch,), generator=choose).tolist()
         windows = torch.stack([data[place : place + config.rows + 1] for place in places])
@@ -133,8 +137,8 @@ def train(name: str, steps: int, config: Config = CONFIG, device: str = "cuda") 
         optimizer.step()
         losses.append(loss.detach())
     _wait(device)
-    timed = steps - min(WARM_STEPS, steps // 2)
-    return Run([float(loss) for loss in losses], timed * config.batch * config.rows / (time.perf_counter() - started))
+    last = (time.perf_counter() - started) / ((steps - warm - 1) % BLOCK + 1)
+    return Run([float(loss) for loss in losses], config.batch * config.rows / median([*times[1:], last]))
 
 
 def smoothed(losses: list[float], over: int = 20) -> np.ndarray[Any, Any]:
