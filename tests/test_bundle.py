@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bundle_alone
 import numpy as np
 import pytest
 from shipping import H200, compiled, entry, gradients, problem, source_of, stale, store_with, table_of, variant
@@ -181,13 +182,29 @@ def test_grids_and_workspaces_are_those_of_the_search_space(made: Path) -> None:
         assert here.workspace_bytes(each.variant) == bound.workspace_bytes(each.variant)
 
 
-def test_loading_needs_neither_compiler_nor_search_nor_templates(made: Path) -> None:
-    script = (
-        "import sys, flashgen; bundle = flashgen.load_bundle(sys.argv[1]); print(len(bundle.kernels), "
-        "[name for name in ('cupy', 'torch', 'optuna', 'jinja2') if name in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", script, str(made)], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert result.stdout.split(maxsplit=1) == ["3", "[]\n"]
+READ_ALONE = """
+import flashgen
+bundle = flashgen.load_bundle(sys.argv[1])
+print(len(bundle.kernels), [name for name in ("cupy", "torch", "optuna", "jinja2") if name in sys.modules])
+guard.verdict()
+"""
+
+
+def test_loading_needs_neither_compiler_nor_search_nor_templates(made: Path, tmp_path: Path) -> None:
+    result = bundle_alone.start(bundle_alone.environment(tmp_path / "alone", gpu=False), READ_ALONE, str(made))
+    assert (result.returncode, result.stdout) == (0, "3 []\n"), result.stderr
+    flip(first(made, "cubins/*"))
+    refused = bundle_alone.start(tmp_path / "alone", READ_ALONE, str(made))
+    assert "InvalidBundle" in refused.stderr and "is not the file that was bundled" in refused.stderr
+
+
+def test_cupy_without_nvrtc_is_noticed_when_it_looks_for_one(tmp_path: Path) -> None:
+    pytest.importorskip("cupy", reason="needs CuPy")
+    script = "import cupy, flashgen.runtime\nguard.verdict()\nfrom cupy.cuda import runtime\nprint(runtime.runtimeGetVersion() > 0)"
+    result = bundle_alone.start(bundle_alone.environment(tmp_path / "alone", gpu=True), script)
+    assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
+    late = bundle_alone.start(tmp_path / "alone", "from cupy.cuda import nvrtc\ntry: nvrtc.getVersion()\nexcept Exception: guard.verdict()")
+    assert late.returncode == 1 and "asked for" in late.stderr and "libnvrtc" in late.stderr
 
 
 def test_a_bundle_can_be_pinned_by_the_digest_of_its_manifest(made: Path) -> None:

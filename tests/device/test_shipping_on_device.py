@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+import bundle_alone
 import pytest
 import shipping
+from bundle_alone import digest, operands
 from shipping import problem, source_of
 
-from flashgen import bundle, certify, cli, compiler, gpu, reference, table
+from flashgen import bundle, certify, cli, compiler, gpu, table
 from flashgen.device import present
-from flashgen.model import ExecutorName, ForwardTensors, Mask, Problem, Tensor, Verdict
+from flashgen.model import ExecutorName, Mask, Problem, Verdict
 from flashgen.runtime import DeviceExecutor
 from flashgen.space import load_space
 from flashgen.table_schema import device_record
@@ -32,21 +32,6 @@ def problems() -> list[Problem]:
     """Twenty problems whose kernels differ, with ragged lengths and grouped heads."""
     masks, dims = (Mask(), Mask.causal(), Mask.window(100, 3)), (64, 72, 80, 96, 128, 192, 256)
     return [problem(700 + 13 * dim // 8, dim, mask, heads_q=6) for dim in dims for mask in masks][:KERNELS]
-
-
-def contiguous(values: np.ndarray) -> Tensor:
-    _, heads, rows, columns = values.shape
-    return Tensor(np.ascontiguousarray(values).reshape(-1), 0, values.shape, (heads * rows * columns, rows * columns, columns, 1))
-
-
-def operands(asked: Problem, seed: int = 4) -> ForwardTensors:
-    draw = np.random.default_rng(seed)
-    shapes = {"q": (asked.heads_q, asked.seqlen_q, asked.head_dim), "k": (asked.heads_kv, asked.seqlen_kv, asked.head_dim)}
-    shapes |= {"v": (asked.heads_kv, asked.seqlen_kv, asked.head_dim_v), "o": (asked.heads_q, asked.seqlen_q, asked.head_dim_v)}
-    drawn = {name: draw.standard_normal((asked.batch, *shape), np.float32) for name, shape in shapes.items()}
-    made = {name: contiguous(reference.encode(values, asked.dtype)) for name, values in drawn.items()}
-    lse = contiguous(np.full((asked.batch, asked.heads_q, asked.seqlen_q, 1), np.nan, np.float32))
-    return ForwardTensors(**made, lse=lse)
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +71,8 @@ def expected(tuned: table.Table) -> dict[Problem, str]:
     return found
 
 
-def digest(data: ForwardTensors) -> str:
-    return hashlib.sha256(data.o.buffer.tobytes() + data.lse.buffer.tobytes()).hexdigest()
-
-
 WITHOUT_COMPILER = """
-import sys, time
-sys.path[:0] = sys.argv[2:]
-import flashgen
-from test_shipping_on_device import digest, operands
+import time, flashgen
 started = time.perf_counter()
 bundle = flashgen.load_bundle(sys.argv[1])
 read = time.perf_counter() - started
@@ -102,16 +80,15 @@ for entry in bundle.table.entries:
     bundle.load(entry.problem)
 print(f"read and verified in {read * 1e3:.1f} ms, all loaded after {(time.perf_counter() - started) * 1e3:.1f} ms", file=sys.stderr)
 for entry in bundle.table.entries:
-    data = operands(entry.problem)
+    data = bundle_alone.operands(entry.problem)
     bundle.forward(entry.problem, data)
-    print(digest(data))
-assert "nvrtc" not in open("/proc/self/maps").read(), "NVRTC was loaded"
+    print(bundle_alone.digest(data))
+guard.verdict()
 """
 
 
-def test_a_bundle_runs_without_nvrtc_bit_for_bit(packed: Path, tuned: table.Table, expected: dict[Problem, str]) -> None:
-    here = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "device")]
-    result = subprocess.run([sys.executable, "-c", WITHOUT_COMPILER, str(packed), *here], capture_output=True, text=True, timeout=300)
+def test_a_bundle_runs_without_nvrtc_bit_for_bit(packed: Path, tuned: table.Table, expected: dict[Problem, str], tmp_path: Path) -> None:
+    result = bundle_alone.start(bundle_alone.environment(tmp_path, gpu=True), WITHOUT_COMPILER, str(packed))
     assert result.returncode == 0, result.stderr
     print(result.stderr)
     assert result.stdout.split() == [expected[each.problem] for each in tuned.entries]
