@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import queue
 import re
 import threading
 import time
@@ -223,40 +222,114 @@ def usable_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+SPARE = 2
+"""Processors that work ahead leaves to whoever measures meanwhile, and to what is wanted now."""
+
+
+class _Job(Future[Compiled]):
+    """One source on its way through a pool, the same for all who asked for it."""
+
+    def __init__(self, source: Source, arch: str) -> None:
+        super().__init__()
+        self.source, self.arch = source, arch
+        self.key = source.text, source.entry_points, arch
+        self.askers = 0
+
+
 class CompilePool:
-    """Compiles in threads: NVRTC is thread-safe and the binding releases the GIL. They are daemons: Ctrl-C waits for no compilation."""
+    """Compiles in threads: NVRTC is thread-safe and the binding releases the GIL. They are daemons: Ctrl-C waits for no compilation.
+
+    Several may share a pool. What is queued or running is compiled once, whoever asks; what is done is in the store, and not kept here.
+    """
 
     def __init__(self, jobs: int | None = None, store: CubinStore | None = None) -> None:
-        """`jobs` threads (default: the processors this process may use), started as work arrives."""
+        """`jobs` at once (default: the processors this process may use); threads are started as work arrives."""
         self.jobs = max(1, jobs) if jobs is not None else usable_processors()
         self._store = store
-        self._queue: queue.SimpleQueue[tuple[Future[Compiled], Source, str] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._jobs: dict[object, _Job] = {}  # queued or running
+        self._wanted: dict[object, _Job] = {}  # queued, in this order; then those of `_ahead`
+        self._ahead: dict[object, _Job] = {}
+        self._running = {False: 0, True: 0}  # by whether it is ahead
+        self._idle = 0
+        self._closed = False
         self._threads: list[threading.Thread] = []
 
-    def submit(self, source: Source, arch: str) -> Future[Compiled]:
-        """Queue one source; the future holds a Compiled, or raises what `compile_source` raises."""
-        future: Future[Compiled] = Future()
-        self._queue.put((future, source, arch))
-        if len(self._threads) < self.jobs:
-            thread = threading.Thread(target=self._work, name=f"flashgen-compile-{len(self._threads)}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        return future
+    def submit(self, source: Source, arch: str, *, ahead: bool = False) -> Future[Compiled]:
+        """Queue one source; the future holds a Compiled, or raises what `compile_source` raises. Others may share it: see `withdraw`.
+
+        `ahead`: it may wait. It begins where nothing is wanted now, on most processors but not on all, unless someone wants it meanwhile.
+        What is wanted does not wait for what began ahead: they share processors.
+        """
+        asked = _Job(source, arch)
+        with self._changed:
+            job = self._jobs.get(asked.key)
+            if job is None or job.cancelled():
+                job = self._jobs[asked.key] = asked
+                self._begin(job, ahead)
+            elif not ahead and job.key in self._ahead:
+                self._wanted[job.key] = self._ahead.pop(job.key)
+            job.askers += 1
+            self._changed.notify()
+        return job
+
+    def withdraw(self, future: Future[Compiled]) -> None:
+        """One who asked wants it no longer. It is cancelled when nobody else asked for it, and it has not begun."""
+        assert isinstance(future, _Job)
+        with self._changed:
+            future.askers -= 1
+            if future.askers <= 0 and future.cancel():
+                for queued in (self._jobs, self._wanted, self._ahead):
+                    if queued.get(future.key) is future:
+                        del queued[future.key]
 
     def close(self) -> None:
         """Let the threads end after the work queued so far."""
-        for _ in self._threads:
-            self._queue.put(None)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _begin(self, job: _Job, ahead: bool) -> None:
+        self._ahead.pop(job.key, None)  # of a cancelled one
+        self._wanted.pop(job.key, None)
+        (self._ahead if ahead else self._wanted)[job.key] = job
+        if self._idle < len(self._ahead) + len(self._wanted) and len(self._threads) < 2 * self.jobs:
+            thread = threading.Thread(target=self._work, name=f"flashgen-compile-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _next(self) -> tuple[_Job, bool] | None:
+        """The next one to compile, and whether it is ahead of time; None where there is none now."""
+        if self._wanted and self._running[False] < self.jobs:
+            return self._wanted.pop(next(iter(self._wanted))), False
+        if self._ahead and sum(self._running.values()) < max(1, self.jobs - SPARE):
+            return self._ahead.pop(next(iter(self._ahead))), True
+        return None
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            future, source, arch = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(compile_source(source, arch, self._store))
-            except BaseException as error:
-                future.set_exception(error)
+        while True:
+            with self._changed:
+                while (taken := self._next()) is None:
+                    if self._closed and not self._wanted and not self._ahead:
+                        return
+                    self._idle += 1
+                    self._changed.wait()
+                    self._idle -= 1
+                job, ahead = taken
+                self._running[ahead] += 1
+            if job.set_running_or_notify_cancel():
+                self._compile(job)
+            with self._changed:
+                self._running[ahead] -= 1
+                if self._jobs.get(job.key) is job:
+                    del self._jobs[job.key]
+                self._changed.notify_all()
+
+    def _compile(self, job: _Job) -> None:
+        try:
+            job.set_result(compile_source(job.source, job.arch, self._store))
+        except BaseException as error:
+            job.set_exception(error)
 
 
 def compile_many(

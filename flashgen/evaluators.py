@@ -124,13 +124,17 @@ class Evaluator(TrialRunner, Protocol):
 class _Compiling:
     """The part that all evaluators with a compiler share: sources, compilation ahead, compiled constraints."""
 
-    def __init__(self, bounds: Iterable[BoundSpace], problem: Problem, device: DeviceLimits, seed: int) -> None:
+    def __init__(
+        self, bounds: Iterable[BoundSpace], problem: Problem, device: DeviceLimits, seed: int, pool: CompilePool | None = None
+    ) -> None:
+        """Compiles in `pool`, which the caller closes, or in one of its own."""
         from flashgen.compiler import CompilePool, usable_processors
 
         self.problem, self.device, self.seed = problem, device, seed
         self.bounds = {bound.space.family: bound for bound in bounds}
         self.jobs = usable_processors()
-        self._pool: CompilePool = CompilePool(self.jobs)
+        self._owns_pool = pool is None
+        self._pool: CompilePool = CompilePool(self.jobs) if pool is None else pool
         self._sources: dict[Variant, Source] = {}
         self._compiled: dict[Variant, Future[Compiled]] = {}
 
@@ -163,8 +167,9 @@ class _Compiling:
 
     def close(self) -> None:
         for future in self._compiled.values():
-            future.cancel()
-        self._pool.close()
+            self._pool.withdraw(future)
+        if self._owns_pool:
+            self._pool.close()
 
     def _built(self, variant: Variant) -> Trial:
         """A trial after compilation: OK without a time, or why it ends here."""
@@ -197,10 +202,16 @@ class DeviceEvaluator(_Compiling):
     finalists = 8
 
     def __init__(
-        self, bounds: Iterable[BoundSpace], problem: Problem, device: DeviceLimits, seed: int, child: MeasuringChild | None = None
+        self,
+        bounds: Iterable[BoundSpace],
+        problem: Problem,
+        device: DeviceLimits,
+        seed: int,
+        child: MeasuringChild | None = None,
+        pool: CompilePool | None = None,
     ) -> None:
-        """Measures in `child`, which the caller ends, or in one of its own."""
-        super().__init__(bounds, problem, device, seed)
+        """Measures in `child` and compiles in `pool`, which the caller ends, or in some of its own."""
+        super().__init__(bounds, problem, device, seed, pool)
         self._owns_child = child is None
         self.child: MeasuringChild = measuring_child() if child is None else child
         self.comparison: Comparison | None = None

@@ -34,7 +34,7 @@ from flashgen.model import (
 )
 from flashgen.near import fallback_of, refusal
 from flashgen.space import BoundSpace, load_space, load_spaces
-from flashgen.strategy import Strategy
+from flashgen.strategy import Predicted, Strategy
 from flashgen.study import Header, Journal
 from flashgen.trials import FinalistCertified, FinalRound, Progress, SearchBegan, better, run_trials, speed
 
@@ -89,11 +89,13 @@ def tune(
     families: Sequence[str] | None = None,
     progress: Progress = lambda _: None,
     make_evaluator: EvaluatorFactory | None = None,
+    predicted: Predicted | None = None,
 ) -> TuneResult:
     """Search the fastest exact variant of `problem` on `device` and put it into the table.
 
     `budget` counts trials, `seconds` limits the time of the trials (the final round comes on top); `fresh` forgets an earlier search. With
-    the emulated executor nothing is timed and everything is marked predicted. Ctrl-C and SIGTERM end the search with a partial result.
+    the emulated executor nothing is timed and everything is marked predicted. `predicted` spares the ranking, where it was made before for
+    the same problem and device. Ctrl-C and SIGTERM end the search with a partial result.
     Raises InvalidProblem, UnsupportedProblem, EmptySpace, InvalidTable, NotWritable, MissingDependency before anything runs, and
     LaunchError when nothing that ran could be used.
     """
@@ -104,7 +106,7 @@ def tune(
     old = tables.read(path, strict=True).find(problem) if path.exists() else None
     bounds = bind_families(problem, device, families)
     budget = DEFAULT_BUDGET[executor] if budget is None else budget
-    strategy = Strategy(bounds, budget, seed, by_cost_only=executor is ExecutorName.EMULATED)
+    strategy = Strategy(bounds, budget, seed, by_cost_only=executor is ExecutorName.EMULATED, predicted=predicted)
     evaluator = (make_evaluator or evaluator_for(executor))(bounds, problem, device, seed)
     journal = None
     try:

@@ -8,24 +8,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
 
 from flashgen import gate, near, search, table
-from flashgen.compiler import CompilePool, architecture
-from flashgen.cubins import Compiled
+from flashgen.ahead import Ahead
+from flashgen.compiler import CompilePool
 from flashgen.errors import CompileError, EmptySpace, FlashgenError, LaunchError, UnsupportedProblem
 from flashgen.evaluators import DeviceEvaluator, Evaluator, PredictedEvaluator, measuring_child
-from flashgen.model import Certificate, DeviceLimits, ExecutorName, Problem, Provenance, Source, TableEntry, Variant, Verdict
-from flashgen.render import render
+from flashgen.model import (
+    Certificate,
+    DeviceLimits,
+    DType,
+    ExecutorName,
+    Problem,
+    ProblemClass,
+    Provenance,
+    TableEntry,
+    Variant,
+    Verdict,
+)
 from flashgen.shelf import Shelf
 from flashgen.space import BoundSpace, load_space, load_spaces
 from flashgen.staleness import Tools, assess, bare
+from flashgen.strategy import Predicted
 from flashgen.study import ranked
 from flashgen.table_schema import device_record
 from flashgen.trials import Progress
@@ -33,7 +43,7 @@ from flashgen.wishes import Wish, rounds
 from flashgen.wishes import seconds as expected
 
 NEIGHBOURS = 8
-AHEAD = 8  # problems whose candidates are compiled while earlier ones are timed
+AHEAD = 24  # problems that are ranked and compiled while earlier ones are timed; what takes longer to compile than to time catches up
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,21 @@ class _Order:
     seconds: float | None
     seed: int
     progress: Progress
+    tools: Tools
+    current: set[Problem] = field(default_factory=set)  # found so once
+
+    def trials(self, wish: Wish) -> int | None:
+        """Trials of a search; None where nobody says."""
+        return self.budget or (wish.budget if self.executor is ExecutorName.DEVICE else None)
+
+    def is_kept(self, problem: Problem, shelf: Shelf) -> bool:
+        """Whether the table needs no other entry of a problem."""
+        if problem not in self.current:
+            found = shelf.find(problem)
+            if found is None or not is_current(found, self.device, self.tools, self.executor):
+                return False
+            self.current.add(problem)
+        return True
 
 
 def tune(
@@ -85,25 +110,25 @@ def tune(
     """
     started, wishes = time.monotonic(), list(wishes)
     shelf = Shelf(path or table.table_path(device), device)
-    with nullcontext(make_evaluator) if make_evaluator else evaluators(executor) as make, _Ahead(device) as ahead:
-        order = _Order(device, executor, make, budget, seconds, seed, progress)
-        compiling = executor is ExecutorName.DEVICE and make_evaluator is None
+    with nullcontext(make_evaluator) if make_evaluator else evaluators(executor) as make, ahead(make, device) as coming:
+        order = _Order(device, executor, make, budget, seconds, seed, progress, tools)
         try:
             for number, wish in enumerate(wishes):
-                old = shelf.find(wish.problem)
-                if old is not None and is_current(old, device, tools, executor):
+                if order.is_kept(wish.problem, shelf):
                     yield Done(wish, "kept")
                     continue
                 if within is not None and time.monotonic() - started + expected(wish) > within:
                     return
-                if compiling:
-                    ahead.compile(wishes[number : number + AHEAD], shelf.entries())
-                yield _done(wish, order, shelf)
+                if coming.works:
+                    _prepare(wishes[number + 1 : number + 1 + AHEAD], order, shelf, coming)
+                with coming.begun(wish.problem) as predicted:
+                    done = _done(wish, order, shelf, predicted)
+                yield done
         finally:
             shelf.write()
 
 
-def _done(wish: Wish, order: _Order, shelf: Shelf) -> Done:
+def _done(wish: Wish, order: _Order, shelf: Shelf, predicted: Predicted | None) -> Done:
     """One problem of a list. Raises KeyboardInterrupt for a search that was stopped."""
     present = shelf.entries()
     candidates = neighbours(wish.problem, present)
@@ -111,10 +136,9 @@ def _done(wish: Wish, order: _Order, shelf: Shelf) -> Done:
         if candidates and not wish.searched:
             return Done(wish, "filled", shelf.put(fill(wish.problem, order.device, candidates, present, order.make, order.seed)))
         shelf.write()
-        on_gpu = order.executor is ExecutorName.DEVICE
         result = search.tune(
-            wish.problem, order.device, budget=order.budget or (wish.budget if on_gpu else None), seconds=order.seconds, seed=order.seed,
-            executor=order.executor, table=shelf.path, progress=order.progress, make_evaluator=order.make,
+            wish.problem, order.device, budget=order.trials(wish), seconds=order.seconds, seed=order.seed, executor=order.executor,
+            table=shelf.path, progress=order.progress, make_evaluator=order.make, predicted=predicted,
         )  # fmt: skip
     except (UnsupportedProblem, EmptySpace, CompileError, LaunchError) as problem:  # of this problem, not of the list
         return Done(wish, "skipped", None, str(problem).splitlines()[0])
@@ -123,44 +147,17 @@ def _done(wish: Wish, order: _Order, shelf: Shelf) -> Done:
     return Done(wish, "searched", result.change)
 
 
-class _Ahead:
-    """Compiles what coming problems will be filled from, while the GPU times others. The cubin store brings it to them."""
-
-    def __init__(self, device: DeviceLimits) -> None:
-        self.device = device
-        self._pool = CompilePool()
-        self._under_way: dict[str, Future[Compiled]] = {}
-        self._asked: dict[Problem, list[Future[Compiled]]] = {}
-
-    def __enter__(self) -> _Ahead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in self._under_way.values():
-            each.cancel()
-        self._pool.close()
-
-    def compile(self, wishes: Sequence[Wish], entries: Sequence[TableEntry]) -> None:
-        """Begin with all that have neighbours already; wait for the first, so that nothing is compiled twice."""
-        for each in wishes:
-            if not each.searched and not self._asked.get(each.problem):
-                self._asked[each.problem] = self._begun(each.problem, neighbours(each.problem, entries))
-        wait(self._asked.get(wishes[0].problem, ()))
-
-    def _begun(self, problem: Problem, variants: Sequence[Variant]) -> list[Future[Compiled]]:
-        sources = self._sources(problem, variants)
-        for each in sources:
-            if each.digest not in self._under_way:
-                self._under_way[each.digest] = self._pool.submit(each, architecture(each, self.device.sm))
-        return [self._under_way[each.digest] for each in sources]
-
-    def _sources(self, problem: Problem, variants: Sequence[Variant]) -> list[Source]:
-        """Texts of variants; what cannot be rendered is left to who fills the problem, who says why."""
-        found = []
-        for each in variants:
-            with suppress(FlashgenError):
-                found.append(render(load_space(each.family), problem.klass(), each))
-        return found
+def _prepare(wishes: Iterable[Wish], order: _Order, shelf: Shelf, coming: Ahead) -> None:
+    """Begin with what comes: fills that have neighbours already, and searches."""
+    entries = shelf.entries()
+    known = {_kin(each.problem) for each in entries}
+    for wish in wishes:
+        if wish.problem in coming or order.is_kept(wish.problem, shelf):
+            continue
+        if wish.searched:
+            coming.search(wish.problem, order.trials(wish) or search.DEFAULT_BUDGET[order.executor], order.seed)
+        elif _kin(wish.problem) in known:
+            coming.fill(wish.problem, neighbours(wish.problem, entries))
 
 
 def neighbours(problem: Problem, entries: Sequence[TableEntry], most: int = NEIGHBOURS) -> list[Variant]:
@@ -170,8 +167,7 @@ def neighbours(problem: Problem, entries: Sequence[TableEntry], most: int = NEIG
     """
 
     def alike(entry: TableEntry) -> bool:
-        one, other = replace(entry.problem.klass(), dtype=problem.dtype), problem.klass()
-        return one == other
+        return _kin(entry.problem) == _kin(problem)
 
     def apart(entry: TableEntry) -> tuple[bool, bool, float, str]:
         steps = zip(table.shape_bucket(entry.problem), table.shape_bucket(problem), strict=True)
@@ -188,6 +184,11 @@ def neighbours(problem: Problem, entries: Sequence[TableEntry], most: int = NEIG
         searched = [_ranked(entry) for entry in nearest if entry.provenance.sampler != "neighbours"]
         found |= dict.fromkeys(each for place in zip_longest(*searched) for each in place if each is not None)
     return list(found)[:most]
+
+
+def _kin(problem: Problem) -> ProblemClass:
+    """What neighbours have in common: all of a class but the type."""
+    return replace(problem.klass(), dtype=DType.BFLOAT16)
 
 
 def _ranked(entry: TableEntry) -> tuple[Variant, ...]:
@@ -345,23 +346,38 @@ class Remembering(DeviceEvaluator):
         return found
 
 
+class Together:
+    """Makes evaluators that share one measuring child, which takes long to start, one compile pool, and what has been proved."""
+
+    def __init__(self) -> None:
+        self.child, self.pool = measuring_child(), CompilePool()
+        self._proven = dict[tuple[str, str], Certificate]()
+
+    def __call__(self, bounds: Sequence[BoundSpace], problem: Problem, device: DeviceLimits, seed: int) -> Evaluator:
+        """An evaluator for one problem; closing it leaves alone what is shared."""
+        found = Remembering(bounds, problem, device, seed, self.child, self.pool)
+        found.proven = self._proven
+        return found
+
+    def close(self) -> None:
+        """End the child and the threads."""
+        self.child.kill()
+        self.pool.close()
+
+
 @contextmanager
 def evaluators(executor: ExecutorName) -> Iterator[search.EvaluatorFactory]:
-    """Evaluators for a whole list. On a GPU they share one measuring child, which takes long to start, and what has been proved."""
+    """Evaluators for a whole list; on a GPU they work together (`Together`)."""
     if executor is ExecutorName.EMULATED:
         yield Frugal
         return
-    child, proven = measuring_child(), dict[tuple[str, str], Certificate]()
-
-    def made(bounds: Sequence[BoundSpace], problem: Problem, device: DeviceLimits, seed: int) -> Evaluator:
-        found = Remembering(bounds, problem, device, seed, child)
-        found.proven = proven
-        return found
-
-    try:
+    with closing(Together()) as made:
         yield made
-    finally:
-        child.kill()
+
+
+def ahead(make: search.EvaluatorFactory, device: DeviceLimits) -> Ahead:
+    """Prepares coming problems for evaluators that work together; for others it does nothing."""
+    return Ahead(device, make.pool if isinstance(make, Together) else None)
 
 
 def _kept(old: Provenance, new: Provenance) -> Provenance:

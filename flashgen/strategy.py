@@ -7,7 +7,7 @@ With the same seed and the same results it proposes the same variants, which is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,8 @@ HOPELESS = 3.0  # a family predicted to be so many times slower than the best ge
 MAX_ASKS = 6  # asks in a row without a new feasible variant before the last one's neighbour is taken
 
 Cost = Callable[[BoundSpace, Variant], float]
+Predicted = Mapping[str, Sequence[float]]
+"""By family: µs of its feasible variants in the order of `BoundSpace.feasible`."""
 
 
 class Strategy:
@@ -37,10 +39,21 @@ class Strategy:
     """
 
     def __init__(
-        self, bounds: Sequence[BoundSpace], budget: int, seed: int, cost: Cost = roofline_us, *, by_cost_only: bool = False
+        self,
+        bounds: Sequence[BoundSpace],
+        budget: int,
+        seed: int,
+        cost: Cost = roofline_us,
+        *,
+        by_cost_only: bool = False,
+        predicted: Predicted | None = None,
     ) -> None:
-        """`bounds` are the families on offer, `budget` counts trials, `cost` predicts µs. `by_cost_only` leaves the sampler out."""
-        self.families = {bound.space.family: _Family(bound, seed, cost) for bound in bounds}
+        """`bounds` are the families on offer, `budget` counts trials, `cost` predicts µs. `by_cost_only` leaves the sampler out.
+
+        `predicted` is what `cost` says of the same bounds, where that is known already.
+        """
+        known = predicted or {}
+        self.families = {bound.space.family: _Family(bound, seed, cost, known.get(bound.space.family, ())) for bound in bounds}
         self.total = sum(len(family.ranked) for family in self.families.values())
         self.exhaustive = self.total <= budget
         self.asks = 0
@@ -56,6 +69,10 @@ class Strategy:
     def foreseen(self) -> int:
         """Proposals to come that no result can change."""
         return len(self._opening)
+
+    def opening(self) -> list[Variant]:
+        """The proposals to come that no result can change, in their order."""
+        return [variant for variant in dict.fromkeys(self._opening) if not self._seen(variant)]
 
     def next(self) -> Variant | None:
         """A feasible variant that was not proposed before; None when there is none left."""
@@ -117,11 +134,14 @@ class Strategy:
 class _Family:
     """The part of a search inside one family, with an Optuna study of its own: its parameters and their ranges never change."""
 
-    def __init__(self, bound: BoundSpace, seed: int, cost: Cost) -> None:
+    def __init__(self, bound: BoundSpace, seed: int, cost: Cost, known: Sequence[float]) -> None:
         self.bound = bound
         feasible = bound.feasible()
         offered = set(feasible)
-        self.predicted = {variant: cost(bound, variant) for variant in bound.walked() if variant in offered}
+        if len(known) == len(feasible):
+            self.predicted = dict(zip(feasible, known, strict=True))
+        else:
+            self.predicted = {variant: cost(bound, variant) for variant in bound.walked() if variant in offered}
         self.ranked = sorted(feasible, key=self.predicted.__getitem__)  # stable: ties stay in canonical order
         self.best_measured: float | None = None
         self._seed = seed

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("strategy", "study", "evaluators", "trials", "near", "search"),
     ("measured", "tile_grid", "explorer", "explorer_page"),
-    ("staleness", "table_tools", "wishes", "shelf", "standard", "t4", "traffic", "formula", "bundle_reader", "bundle"),
+    ("staleness", "table_tools", "wishes", "shelf", "ahead", "standard", "t4", "traffic", "formula", "bundle_reader", "bundle"),
     ("table_image", "untuned", "backends", "trust", "dispatch", "testing"),
     (
         "arguments", "recompute", "torch_tensors", "torch_gradients", "torch_face", "arrays", "api", "sdpa_registry", "compat",

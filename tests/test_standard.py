@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from shipping import H200, NVRTC, compiled, entry, problem, source_of, table_of,
 
 from flashgen import cli, evaluators, near, paths, search, standard, table, wishes
 from flashgen.cli.standard import Pace
-from flashgen.cubins import Compiled
 from flashgen.errors import InvalidProblem
 from flashgen.evaluators import Decision, Toolchain
 from flashgen.model import (
@@ -467,44 +465,6 @@ def test_a_predicted_entry_is_refreshed_without_a_gpu(tmp_path: Path, monkeypatc
     assert fresh.measurement.source == "predicted" and fresh.certificate.executor is ExecutorName.EMULATED
 
 
-# Compiling ahead ---------------------------------------------------------------------------------------------------------
-
-
-class Pool:
-    """Takes texts to compile, and is done with each at once."""
-
-    def __init__(self) -> None:
-        self.submitted, self.closed = list[str](), False
-
-    def submit(self, source: Source, arch: str) -> Future[Compiled]:
-        self.submitted.append(source.digest)
-        done: Future[Compiled] = Future()
-        done.set_result(compiled(source, arch))
-        return done
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_what_fills_coming_problems_is_compiled_ahead_each_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Pool()
-    monkeypatch.setattr(standard, "CompilePool", lambda: pool)
-    asked, other = problem(mask=Mask()), problem(mask=Mask(), head_dim=128)
-    found = [entry(asked), entry(problem(2048, mask=Mask()), chosen=variant(asked, block_kv=64))]
-    longer = [wishes.Wish(problem(length, mask=Mask()), searched=False) for length in (4096, 8192)]
-    half = wishes.Wish(replace(asked, dtype=DType.FLOAT16), searched=False)
-    with standard._Ahead(H200) as ahead:
-        ahead.compile([*longer, wishes.Wish(other)], found)
-        texts = {source_of(asked, each.variant).digest for each in found}
-        assert sorted(pool.submitted) == sorted(texts), "both lengths have the same texts; who is searched asks for its own"
-        ahead.compile([half], found)
-        assert len(pool.submitted) == 4, "the other type has texts of its own"
-        ahead.compile([wishes.Wish(other, searched=False)], found)
-        ahead.compile([wishes.Wish(other, searched=False)], [*found, entry(other)])
-        assert len(pool.submitted) == 5, "what has no neighbours yet is asked for again"
-    assert pool.closed
-
-
 # One proof per machine code ----------------------------------------------------------------------------------------------
 
 
@@ -543,6 +503,36 @@ def proofs(*lengths: int) -> list[Certificate]:
             found.append(evaluator.certify(bounds[0].fallback()))
             evaluator.close()
     return found
+
+
+def test_evaluators_of_a_list_compile_in_one_pool_and_close_only_what_is_theirs(child: ProvingChild) -> None:
+    withdrawn = list[object]()
+
+    class Pool:
+        jobs, closed = 2, False
+
+        def submit(self, source: Source, arch: str) -> object:
+            return source.digest
+
+        def withdraw(self, future: object) -> None:
+            withdrawn.append(future)
+
+        def close(self) -> None:
+            self.closed = True
+
+    of = problem()
+    bounds = [load_space("ampere_forward").bind(of, H200)]
+    with standard.evaluators(ExecutorName.DEVICE) as make:
+        assert isinstance(make, standard.Together) and standard.ahead(make, H200).works
+        shared = Pool()
+        make.pool = shared  # type: ignore[assignment]
+        one, other = make(bounds, of, H200, 0), make(bounds, of, H200, 0)
+        one.prepare(bounds[0].fallback())
+        other.close()
+        assert not withdrawn
+        one.close()
+        assert withdrawn == [one.source(bounds[0].fallback()).digest] and not shared.closed
+    assert shared.closed
 
 
 def test_the_whole_suite_runs_once_per_machine_code_and_every_problem_at_its_own_size(child: ProvingChild) -> None:
