@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from flashgen import search
-from flashgen.compiler import CompilePool, architecture
+from flashgen.compiler import CompilePool, Urgency, architecture
 from flashgen.cubins import Compiled
 from flashgen.errors import FlashgenError, WorkerLost
 from flashgen.model import DeviceLimits, Problem, Source, Variant
@@ -184,7 +184,7 @@ class Ahead:
         assert self._pool is not None
         with self._lock:
             if problem in self._compiling:
-                self._compiling[problem] += [self._pool.submit(each, architecture(each, self.device.sm), ahead=True) for each in sources]
+                self._compiling[problem] += [self._pool.submit(each, architecture(each, self.device.sm), Urgency.LATER) for each in sources]
 
     def _over(self, problem: Problem) -> None:
         if (waiting := self._rankings.pop(problem, None)) is not None:

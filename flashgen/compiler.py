@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from enum import IntEnum
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -223,7 +224,15 @@ def usable_processors() -> int:
 
 
 SPARE = 2
-"""Processors that work ahead leaves to whoever measures meanwhile, and to what is wanted now."""
+"""Processors that what is not needed now leaves to whoever measures meanwhile, and to what is wanted now."""
+
+
+class Urgency(IntEnum):
+    """When what a pool is asked for is needed: NOW by someone who waits, SOON perhaps by the same, LATER by someone else."""
+
+    NOW = 0
+    SOON = 1
+    LATER = 2
 
 
 class _Job(Future[Compiled]):
@@ -233,7 +242,7 @@ class _Job(Future[Compiled]):
         super().__init__()
         self.source, self.arch = source, arch
         self.key = source.text, source.entry_points, arch
-        self.askers = 0
+        self.askers, self.urgency = 0, Urgency.NOW
 
 
 class CompilePool:
@@ -248,27 +257,28 @@ class CompilePool:
         self._store = store
         self._changed = threading.Condition()
         self._jobs: dict[object, _Job] = {}  # queued or running
-        self._wanted: dict[object, _Job] = {}  # queued, in this order; then those of `_ahead`
-        self._ahead: dict[object, _Job] = {}
-        self._running = {False: 0, True: 0}  # by whether it is ahead
+        self._queues: dict[Urgency, dict[object, _Job]] = {urgency: {} for urgency in Urgency}
+        self._running = {True: 0, False: 0}  # by whether it is needed now
         self._idle = 0
         self._closed = False
         self._threads: list[threading.Thread] = []
 
-    def submit(self, source: Source, arch: str, *, ahead: bool = False) -> Future[Compiled]:
+    def submit(self, source: Source, arch: str, urgency: Urgency = Urgency.NOW) -> Future[Compiled]:
         """Queue one source; the future holds a Compiled, or raises what `compile_source` raises. Others may share it: see `withdraw`.
 
-        `ahead`: it may wait. It begins where nothing is wanted now, on most processors but not on all, unless someone wants it meanwhile.
-        What is wanted does not wait for what began ahead: they share processors.
+        What is not needed now begins where nothing else waits, on most processors but not on all, unless someone needs it meanwhile. What
+        is needed now does not wait for what began before: they share processors.
         """
         asked = _Job(source, arch)
         with self._changed:
             job = self._jobs.get(asked.key)
             if job is None or job.cancelled():
+                self._forget(asked.key)
                 job = self._jobs[asked.key] = asked
-                self._begin(job, ahead)
-            elif not ahead and job.key in self._ahead:
-                self._wanted[job.key] = self._ahead.pop(job.key)
+                self._enqueue(job, urgency)
+                self._start_thread()
+            elif urgency < job.urgency and self._queues[job.urgency].pop(job.key, None) is not None:
+                self._enqueue(job, urgency)
             job.askers += 1
             self._changed.notify()
         return job
@@ -278,10 +288,8 @@ class CompilePool:
         assert isinstance(future, _Job)
         with self._changed:
             future.askers -= 1
-            if future.askers <= 0 and future.cancel():
-                for queued in (self._jobs, self._wanted, self._ahead):
-                    if queued.get(future.key) is future:
-                        del queued[future.key]
+            if future.askers <= 0 and self._jobs.get(future.key) is future and future.cancel():
+                self._forget(future.key)
 
     def close(self) -> None:
         """Let the threads end after the work queued so far."""
@@ -289,38 +297,43 @@ class CompilePool:
             self._closed = True
             self._changed.notify_all()
 
-    def _begin(self, job: _Job, ahead: bool) -> None:
-        self._ahead.pop(job.key, None)  # of a cancelled one
-        self._wanted.pop(job.key, None)
-        (self._ahead if ahead else self._wanted)[job.key] = job
-        if self._idle < len(self._ahead) + len(self._wanted) and len(self._threads) < 2 * self.jobs:
+    def _enqueue(self, job: _Job, urgency: Urgency) -> None:
+        job.urgency = urgency
+        self._queues[urgency][job.key] = job
+
+    def _forget(self, key: object) -> None:
+        for jobs in (self._jobs, *self._queues.values()):
+            jobs.pop(key, None)
+
+    def _start_thread(self) -> None:
+        if self._idle < sum(map(len, self._queues.values())) and len(self._threads) < 2 * self.jobs:
             thread = threading.Thread(target=self._work, name=f"flashgen-compile-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _next(self) -> tuple[_Job, bool] | None:
-        """The next one to compile, and whether it is ahead of time; None where there is none now."""
-        if self._wanted and self._running[False] < self.jobs:
-            return self._wanted.pop(next(iter(self._wanted))), False
-        if self._ahead and sum(self._running.values()) < max(1, self.jobs - SPARE):
-            return self._ahead.pop(next(iter(self._ahead))), True
+    def _next(self) -> _Job | None:
+        """The next one to compile; None where there is none now."""
+        room = self._running[True] < self.jobs, sum(self._running.values()) < max(1, self.jobs - SPARE)
+        for urgency, jobs in self._queues.items():
+            if jobs and room[urgency is not Urgency.NOW]:
+                return jobs.pop(next(iter(jobs)))
         return None
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                while (taken := self._next()) is None:
-                    if self._closed and not self._wanted and not self._ahead:
+                while (job := self._next()) is None:
+                    if self._closed and not any(self._queues.values()):
                         return
                     self._idle += 1
                     self._changed.wait()
                     self._idle -= 1
-                job, ahead = taken
-                self._running[ahead] += 1
+                now = job.urgency is Urgency.NOW
+                self._running[now] += 1
             if job.set_running_or_notify_cancel():
                 self._compile(job)
             with self._changed:
-                self._running[ahead] -= 1
+                self._running[now] -= 1
                 if self._jobs.get(job.key) is job:
                     del self._jobs[job.key]
                 self._changed.notify_all()

@@ -69,6 +69,10 @@ class TrialRunner(Protocol):
         """Begin to compile a variant and return at once."""
         ...
 
+    def expect(self, variants: Sequence[Variant]) -> None:
+        """These may be asked for soon: compile them where nothing else is wanted."""
+        ...
+
     def evaluate(self, variant: Variant, best_us: float | None) -> Trial:
         """Compile, certify quickly and time one variant. Whatever the variant does wrong is the trial's outcome, not an exception."""
         ...
@@ -137,6 +141,7 @@ class _Compiling:
         self._pool: CompilePool = CompilePool(self.jobs) if pool is None else pool
         self._sources: dict[Variant, Source] = {}
         self._compiled: dict[Variant, Future[Compiled]] = {}
+        self._expected: dict[Variant, Future[Compiled]] = {}
 
     def nvrtc(self) -> str:
         from flashgen.compiler import nvrtc_version
@@ -158,6 +163,14 @@ class _Compiling:
             source = self.source(variant)
             self._compiled[variant] = self._pool.submit(source, architecture(source, self.device.sm))
 
+    def expect(self, variants: Sequence[Variant]) -> None:
+        from flashgen.compiler import Urgency, architecture
+
+        for variant in variants:
+            if variant not in self._compiled and variant not in self._expected:
+                source = self.source(variant)
+                self._expected[variant] = self._pool.submit(source, architecture(source, self.device.sm), Urgency.SOON)
+
     def compiled(self, variant: Variant) -> Compiled:
         self.prepare(variant)
         return self._compiled[variant].result()
@@ -166,7 +179,7 @@ class _Compiling:
         return self.compiled(variant).report
 
     def close(self) -> None:
-        for future in self._compiled.values():
+        for future in (*self._compiled.values(), *self._expected.values()):
             self._pool.withdraw(future)
         if self._owns_pool:
             self._pool.close()
@@ -401,6 +414,9 @@ class ReplayEvaluator:
         return min(times)
 
     def prepare(self, variant: Variant) -> None:
+        """Nothing to compile."""
+
+    def expect(self, variants: Sequence[Variant]) -> None:
         """Nothing to compile."""
 
     def evaluate(self, variant: Variant, best_us: float | None) -> Trial:

@@ -7,8 +7,9 @@ With the same seed and the same results it proposes the same variants, which is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from flashgen.cost import roofline_us
@@ -58,6 +59,7 @@ class Strategy:
         self.exhaustive = self.total <= budget
         self.asks = 0
         self._climb_after = int(budget * CLIMB_AFTER)
+        self._climbs = budget - self._climb_after
         self._known: dict[Variant, Trial] = {}
         self._pending: set[Variant] = set()
         self.sampler = "enumeration" if self.exhaustive else "cost_model" if by_cost_only else "tpe"
@@ -73,6 +75,13 @@ class Strategy:
     def opening(self) -> list[Variant]:
         """The proposals to come that no result can change, in their order."""
         return [variant for variant in dict.fromkeys(self._opening) if not self._seen(variant)]
+
+    def likely(self) -> list[Variant]:
+        """Variants that may be proposed soon if nothing better turns up: those beside the best so far, where such come at all."""
+        if self.sampler != "tpe":
+            return []
+        found = self._by_promise()[0].beside_the_best(self._known, self._pending)
+        return list(islice(dict.fromkeys(found), self._climbs))
 
     def next(self) -> Variant | None:
         """A feasible variant that was not proposed before; None when there is none left."""
@@ -186,25 +195,40 @@ class _Family:
                 return variant
         if all(variant in known or variant in pending for variant in self.ranked):
             return None
-        found = self._beside_the_best(known, pending) if climbing else None
+        found = next(self.beside_the_best(known, pending), None) if climbing else None
         if found is None:
             return self._sampled(known, pending)
         self._asks += 1
         return found
 
-    def _beside_the_best(self, known: dict[Variant, Trial], pending: set[Variant]) -> Variant | None:
-        """An unseen feasible variant that differs in one parameter from one of the best; the nearest value first, the best one's first."""
+    def beside_the_best(self, known: dict[Variant, Trial], pending: set[Variant]) -> Iterator[Variant]:
+        """Unseen feasible variants that differ in one parameter from one of the best; the best one's first, nearest values first."""
         timed = [(trial.measurement.median_us, str(variant), variant) for variant, trial in self._results.items() if trial.measurement]
         for _, _, centre in sorted(timed)[:CLIMB_FROM]:
             at = self.ordinals[centre]
+            beside = (
+                (abs(place - at[index]), number)
+                for index, places in enumerate(self._offered)
+                for place in places
+                if place != at[index]
+                for number in self._numbers.get((*at[:index], place, *at[index + 1 :]), ())
+            )
+            for _, number in sorted(beside):
+                if self.ranked[number] not in known and self.ranked[number] not in pending:
+                    yield self.ranked[number]
 
-            def changes(variant: Variant, at: tuple[int, ...] = at) -> list[int]:
-                return [abs(left - right) for left, right in zip(self.ordinals[variant], at, strict=True) if left != right]
+    @cached_property
+    def _numbers(self) -> dict[tuple[int, ...], list[int]]:
+        """Places in the ranking by ordinals, which several variants may share."""
+        numbers: dict[tuple[int, ...], list[int]] = {}
+        for number, variant in enumerate(self.ranked):
+            numbers.setdefault(self.ordinals[variant], []).append(number)
+        return numbers
 
-            beside = [variant for variant in self.ranked if len(changes(variant)) == 1 and variant not in known and variant not in pending]
-            if beside:
-                return min(beside, key=changes)
-        return None
+    @cached_property
+    def _offered(self) -> list[set[int]]:
+        """Of each ordinal: the values that occur."""
+        return [set(values) for values in zip(*self.ordinals.values(), strict=True)]
 
     def _sampled(self, known: dict[Variant, Trial], pending: set[Variant]) -> Variant:
         """A new variant by the sampler's wish, or the unseen neighbour of what it keeps asking for."""

@@ -77,6 +77,9 @@ class Simulated:
         digest = hashlib.sha256(f"{variant}{self.text}".encode()).hexdigest()
         return Source(variant.family, self.problem.klass(), variant, "", digest, (), 50)
 
+    def expect(self, variants: Sequence[Variant]) -> None:
+        self.expected = list(variants)
+
     def prepare(self, variant: Variant) -> None:
         self.prepared.append(variant)
 

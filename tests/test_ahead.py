@@ -17,7 +17,7 @@ from test_standard import CREATED, Imagined
 
 from flashgen import ahead, search, standard, wishes
 from flashgen.ahead import Ahead, Ranker, Ranking
-from flashgen.compiler import CompilePool
+from flashgen.compiler import CompilePool, Urgency
 from flashgen.cubins import Compiled
 from flashgen.errors import EmptySpace, WorkerLost
 from flashgen.model import DeviceLimits, DType, ExecutorName, Mask, Problem, Source, Variant
@@ -38,8 +38,8 @@ class Pool:
         self._digests = dict[int, str]()
         self.taken = list[Future[Compiled]]()
 
-    def submit(self, source: Source, arch: str, *, ahead: bool = False) -> Future[Compiled]:
-        assert ahead and arch.startswith("sm_90")
+    def submit(self, source: Source, arch: str, urgency: Urgency) -> Future[Compiled]:
+        assert urgency is Urgency.LATER and arch.startswith("sm_90")
         done: Future[Compiled] = Future()
         done.set_result(compiled(source, arch))
         self.taken.append(done)

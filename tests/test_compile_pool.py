@@ -13,7 +13,7 @@ import pytest
 from small_kernels import copy_source
 
 from flashgen import compiler
-from flashgen.compiler import CompilePool
+from flashgen.compiler import CompilePool, Urgency
 from flashgen.model import Source
 
 SECONDS = 10.0
@@ -78,24 +78,26 @@ def test_what_is_queued_or_running_is_compiled_once_for_each_architecture(stub: 
     queued = pool.submit(text("a"), "sm_90")
     other = pool.submit(text("a"), "sm_80")
     assert pool.submit(text("first"), "sm_90") is not queued
-    assert pool.submit(text("a"), "sm_90") is queued and pool.submit(text("a"), "sm_90", ahead=True) is queued and other is not queued
+    assert pool.submit(text("a"), "sm_90") is queued and pool.submit(text("a"), "sm_90", Urgency.LATER) is queued and other is not queued
     finish(stub, pool, queued, other)
     assert stub.begun == ["first", "a", "a"]
 
 
 def test_what_is_wanted_now_goes_before_what_may_wait(stub: Compiler) -> None:
     pool = busy(stub)
-    later = [pool.submit(text(name), "sm_90", ahead=True) for name in ("p", "q", "r")]
+    later = [pool.submit(text(name), "sm_90", Urgency.LATER) for name in ("p", "q", "r")]
+    soon = [pool.submit(text(name), "sm_90", Urgency.SOON) for name in ("u", "v", "q")]
     now = [pool.submit(text(name), "sm_90") for name in ("x", "y")]
-    assert pool.submit(text("r"), "sm_90") is later[2], "asked for after all"
-    finish(stub, pool, *later, *now)
-    assert stub.begun == ["first", "x", "y", "r", "p", "q"]
+    assert pool.submit(text("r"), "sm_90") is later[2] and pool.submit(text("y"), "sm_90", Urgency.LATER) is now[1]
+    assert pool.submit(text("u"), "sm_90") is soon[0]
+    finish(stub, pool, *later, *soon, *now)
+    assert stub.begun == ["first", "x", "y", "r", "u", "v", "q", "p"]
 
 
 def test_work_ahead_leaves_processors_to_others_who_do_not_wait_for_it(stub: Compiler) -> None:
     pool = CompilePool(compiler.SPARE + 2)
     stub.gates |= {name: threading.Event() for name in "abcdefgh"}
-    later = [pool.submit(text(name), "sm_90", ahead=True) for name in "abc"]
+    later = [pool.submit(text(name), "sm_90", Urgency.LATER) for name in "abc"]
     stub.wait_for("a", "b")
     wanted = [pool.submit(text(name), "sm_90") for name in "defgh"]
     stub.wait_for("d", "e", "f", "g")
@@ -113,7 +115,7 @@ def test_work_ahead_leaves_processors_to_others_who_do_not_wait_for_it(stub: Com
 
 def test_who_withdraws_cancels_for_nobody_else(stub: Compiler) -> None:
     pool = busy(stub)
-    shared, alone = pool.submit(text("shared"), "sm_90"), pool.submit(text("alone"), "sm_90", ahead=True)
+    shared, alone = pool.submit(text("shared"), "sm_90"), pool.submit(text("alone"), "sm_90", Urgency.LATER)
     pool.submit(text("shared"), "sm_90")
     pool.withdraw(shared)
     pool.withdraw(alone)
@@ -155,7 +157,7 @@ def test_what_is_done_is_not_kept_and_a_failure_reaches_all_who_asked(stub: Comp
 
 def test_a_closed_pool_ends_its_threads_after_what_is_queued(stub: Compiler) -> None:
     pool = busy(stub)
-    queued = [pool.submit(text(name), "sm_90", ahead=name == "a") for name in "ab"]
+    queued = [pool.submit(text(name), "sm_90", Urgency.LATER if name == "a" else Urgency.NOW) for name in "ab"]
     pool.close()
     stub.gates["first"].set()
     for each in queued:

@@ -58,6 +58,9 @@ class Imagined:
     def toolchain(self) -> Toolchain:
         return Toolchain(NVRTC, "580.65", "14.2.0")
 
+    def expect(self, variants: Sequence[Variant]) -> None:
+        self.expected = list(variants)
+
     def prepare(self, variant: Variant) -> None:
         pass
 
