@@ -10,6 +10,7 @@ import queue
 import signal
 import threading
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -19,12 +20,13 @@ from flashgen import search
 from flashgen.compiler import CompilePool, Urgency, architecture
 from flashgen.cubins import Compiled
 from flashgen.errors import FlashgenError, WorkerLost
-from flashgen.model import DeviceLimits, Problem, Source, Variant
+from flashgen.model import DeviceLimits, Problem, ProblemClass, Source, Variant
 from flashgen.render import render
-from flashgen.space import load_space
+from flashgen.space import Space, load_space
 from flashgen.strategy import Predicted, Strategy
 from flashgen.worker import MeasuringChild
 
+TEXTS = 256
 RANKING_SECONDS = 60.0
 START_SECONDS = 30.0
 END_SECONDS = 5.0
@@ -43,7 +45,7 @@ def ranking(problem: Problem, device: DeviceLimits, budget: int, seed: int) -> R
     bounds = search.bind_families(problem, device)
     strategy = Strategy(bounds, budget, seed)
     predicted = {name: array("d", map(each.predicted.__getitem__, each.bound.feasible())) for name, each in strategy.families.items()}
-    return Ranking(predicted, tuple(texts(problem, strategy.opening()[:budget])))
+    return Ranking(predicted, tuple(Texts().all_of(problem, strategy.opening()[:budget])))
 
 
 def ranking_task(_: None, problem: Problem, device: DeviceLimits, budget: int, seed: int) -> Ranking:
@@ -51,13 +53,38 @@ def ranking_task(_: None, problem: Problem, device: DeviceLimits, budget: int, s
     return ranking(problem, device, budget, seed)
 
 
-def texts(problem: Problem, variants: Sequence[Variant]) -> list[Source]:
-    """Texts of variants; what cannot be rendered is left to who needs it, who says why."""
-    found = []
-    for each in variants:
-        with suppress(FlashgenError):
-            found.append(render(load_space(each.family), problem.klass(), each))
-    return found
+class Texts:
+    """Texts of variants, of which the latest are remembered: rendering takes longer than all else that precedes a launch."""
+
+    def __init__(self, most: int = TEXTS) -> None:
+        """Keeps `most` of them, each of up to a quarter of a megabyte."""
+        self._most = most
+        self._kept: OrderedDict[tuple[str, ProblemClass, Variant], Source] = OrderedDict()
+
+    def of(self, space: Space, klass: ProblemClass, variant: Variant) -> Source:
+        """As `render`."""
+        key = space.digest, klass, variant
+        return self._put(key, self._kept.get(key) or render(space, klass, variant))
+
+    def all_of(self, problem: Problem, variants: Sequence[Variant]) -> list[Source]:
+        """Those of variants; what cannot be rendered is left to who needs it, who says why."""
+        found = []
+        for each in variants:
+            with suppress(FlashgenError):
+                found.append(self.of(load_space(each.family), problem.klass(), each))
+        return found
+
+    def take(self, sources: Sequence[Source]) -> None:
+        """Remember what was rendered elsewhere, from the same files."""
+        for each in sources:
+            self._put((load_space(each.family).digest, each.klass, each.variant), each)
+
+    def _put(self, key: tuple[str, ProblemClass, Variant], source: Source) -> Source:
+        self._kept[key] = source
+        self._kept.move_to_end(key)
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+        return source
 
 
 class Ranker:
@@ -119,10 +146,14 @@ class Ahead:
     Without a pool it does nothing. Memory is bounded by how many problems are prepared and not yet done.
     """
 
-    def __init__(self, device: DeviceLimits, pool: CompilePool | None, ranker: Ranker | None = None) -> None:
-        """Compiles for `device` in `pool`, which the caller closes; ranks in `ranker`, or in one of its own, and closes it."""
+    def __init__(self, device: DeviceLimits, pool: CompilePool | None, texts: Texts | None = None, ranker: Ranker | None = None) -> None:
+        """Compiles for `device` in `pool`, which the caller closes; ranks in `ranker`, or in one of its own, and closes it.
+
+        `texts` receives what was rendered before the problem that needs it begins.
+        """
         self.device = device
         self._pool = pool
+        self._texts = texts or Texts()
         self._ranker = ranker or Ranker()
         self._lock = threading.Lock()  # openings are submitted by the ranker's thread
         self._compiling: dict[Problem, list[Future[Compiled]]] = {}
@@ -150,7 +181,7 @@ class Ahead:
         """Compile what a problem will be filled from."""
         if self._pool is not None and problem not in self:
             self._compiling[problem] = []
-            self._compile(problem, texts(problem, variants))
+            self._compile(problem, self._texts.all_of(problem, variants))
 
     def search(self, problem: Problem, budget: int, seed: int = 0) -> None:
         """Rank the spaces of a problem that will be searched with this budget and seed, and compile its opening."""
@@ -173,7 +204,9 @@ class Ahead:
         if future is None or future.cancel():  # nothing is gained by waiting for one that waits itself
             return None
         with suppress(Exception):  # whatever it is, the search will meet it again, and say so
-            return future.result().predicted
+            found = future.result()
+            self._texts.take(found.opening)
+            return found.predicted
         return None
 
     def _ranked(self, problem: Problem, future: Future[Ranking]) -> None:

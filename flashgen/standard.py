@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from flashgen import gate, near, search, table
-from flashgen.ahead import Ahead
+from flashgen.ahead import Ahead, Texts
 from flashgen.compiler import CompilePool
 from flashgen.errors import CompileError, EmptySpace, FlashgenError, LaunchError, UnsupportedProblem
 from flashgen.evaluators import DeviceEvaluator, Evaluator, PredictedEvaluator, measuring_child
@@ -28,6 +28,7 @@ from flashgen.model import (
     Problem,
     ProblemClass,
     Provenance,
+    Source,
     TableEntry,
     Variant,
     Verdict,
@@ -327,6 +328,11 @@ class Remembering(DeviceEvaluator):
 
     finalists = 5
     proven: dict[tuple[str, str], Certificate]
+    texts: Texts
+
+    def source(self, variant: Variant) -> Source:
+        """The text of a variant, which may have been rendered for another problem."""
+        return self.texts.of(self.bounds[variant.family].space, self.problem.klass(), variant)
 
     def rounds(self, kernels: int) -> int:
         """Fewer for kernels that run long."""
@@ -347,16 +353,16 @@ class Remembering(DeviceEvaluator):
 
 
 class Together:
-    """Makes evaluators that share one measuring child, which takes long to start, one compile pool, and what has been proved."""
+    """Makes evaluators that share one measuring child, which takes long to start, one compile pool, and what was rendered and proved."""
 
     def __init__(self) -> None:
-        self.child, self.pool = measuring_child(), CompilePool()
+        self.child, self.pool, self.texts = measuring_child(), CompilePool(), Texts()
         self._proven = dict[tuple[str, str], Certificate]()
 
     def __call__(self, bounds: Sequence[BoundSpace], problem: Problem, device: DeviceLimits, seed: int) -> Evaluator:
         """An evaluator for one problem; closing it leaves alone what is shared."""
         found = Remembering(bounds, problem, device, seed, self.child, self.pool)
-        found.proven = self._proven
+        found.proven, found.texts = self._proven, self.texts
         return found
 
     def close(self) -> None:
@@ -377,7 +383,7 @@ def evaluators(executor: ExecutorName) -> Iterator[search.EvaluatorFactory]:
 
 def ahead(make: search.EvaluatorFactory, device: DeviceLimits) -> Ahead:
     """Prepares coming problems for evaluators that work together; for others it does nothing."""
-    return Ahead(device, make.pool if isinstance(make, Together) else None)
+    return Ahead(device, make.pool, make.texts) if isinstance(make, Together) else Ahead(device, None)
 
 
 def _kept(old: Provenance, new: Provenance) -> Provenance:

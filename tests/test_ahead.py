@@ -20,6 +20,7 @@ from flashgen.ahead import Ahead, Ranker, Ranking
 from flashgen.compiler import CompilePool, Urgency
 from flashgen.cubins import Compiled
 from flashgen.errors import EmptySpace, WorkerLost
+from flashgen.evaluators import PredictedEvaluator
 from flashgen.model import DeviceLimits, DType, ExecutorName, Mask, Problem, Source, Variant
 from flashgen.space import BoundSpace
 from flashgen.staleness import Tools
@@ -81,7 +82,7 @@ class Telling(Imagined):
 
 
 def prepared(pool: Pool | None, ranker: Ranker | None = None) -> Ahead:
-    return Ahead(H200, cast(CompilePool, pool), ranker or InPlace())
+    return Ahead(H200, cast(CompilePool, pool), ranker=ranker or InPlace())
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def listed(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     """Tunes a list with a pool and a ranker that are not there."""
 
     def run(asked_for: list[wishes.Wish], pool: Pool, ranker: Ranker, path: str = "t.yaml") -> list[standard.Done]:
-        monkeypatch.setattr(standard, "ahead", lambda make, device: Ahead(device, cast(CompilePool, pool), ranker))
+        monkeypatch.setattr(standard, "ahead", lambda make, device: Ahead(device, cast(CompilePool, pool), ranker=ranker))
         options = {"budget": 24, "make_evaluator": Telling, "path": tmp_path / path}
         return list(standard.tune(asked_for, H200, ExecutorName.DEVICE, TOOLS, **options))  # type: ignore[arg-type]
 
@@ -192,6 +193,52 @@ def test_without_a_pool_nothing_is_prepared() -> None:
     assert not ranker.asked
     with standard.evaluators(ExecutorName.EMULATED) as make, standard.ahead(make, H200) as coming:
         assert not coming.works
+
+
+def test_texts_are_rendered_once_as_long_as_they_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered = list[Variant]()
+    monkeypatch.setattr(ahead, "render", lambda space, klass, each: (rendered.append(each), source_of(HALF, each))[1])
+    made, one, two, three = ahead.Texts(2), *(variant(HALF, block_kv=rows) for rows in (32, 48, 64))
+    assert made.all_of(HALF, [one, two, one]) == made.all_of(replace(HALF, batch=9), [one, two, one]) and rendered == [one, two]
+    made.take([source_of(HALF, three)])
+    made.all_of(HALF, [three, one, two])
+    assert rendered == [one, two, two], "the oldest had to go"
+
+
+def test_a_search_finds_its_opening_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ahead.Texts()
+    with Ahead(H200, cast(CompilePool, Pool()), texts, InPlace()) as coming:
+        coming.search(ASKED, 20)
+        with coming.begun(ASKED):
+            monkeypatch.setattr(ahead, "render", None)
+            assert len(texts.all_of(ASKED, opening(ASKED, 20))) > 10
+
+
+# What a search may propose soon ---------------------------------------------------------------------------------------
+
+
+def test_what_may_come_soon_is_compiled_before_it_is_asked_for_and_let_go_at_the_end() -> None:
+    asked, withdrawn = list[tuple[str, Urgency]](), list[object]()
+
+    class Queue:
+        def submit(self, source: Source, arch: str, urgency: Urgency = Urgency.NOW) -> object:
+            asked.append((source.digest, urgency))
+            return len(asked)
+
+        def withdraw(self, future: object) -> None:
+            withdrawn.append(future)
+
+    one, two = variants = [variant(HALF), variant(HALF, block_kv=64)]
+    bounds = search.bind_families(HALF, H200, ["ampere_forward"])
+    evaluator = PredictedEvaluator(bounds, HALF, H200, 0, cast(CompilePool, Queue()))
+    evaluator.prepare(one)
+    evaluator.expect(variants)
+    evaluator.expect(variants)
+    evaluator.prepare(two)
+    (first, second) = digests(HALF, [one, two])
+    assert asked == [(first, Urgency.NOW), (second, Urgency.SOON), (second, Urgency.NOW)]
+    evaluator.close()
+    assert sorted(withdrawn, key=str) == [1, 2, 3]
 
 
 # The ranking process ---------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from flashgen.model import (
     Variant,
 )
 from flashgen.space import load_spaces, parse_space
-from flashgen.strategy import Strategy
+from flashgen.strategy import CLIMB_AFTER, Strategy
 from flashgen.study import RecordedStudy, read_study
 from flashgen.trials import run_trials
 
@@ -73,6 +73,38 @@ def test_a_ranking_of_all_variants_holds_what_predicting_each_alone_gives(op: Op
         assert ranked.ranked == sorted(order, key=lambda variant: (ranked.predicted[variant], order[variant]))
         for variant in ranked.ranked[::199]:
             assert ranked.predicted[variant] == cost.roofline_us(space.bind(problem, H200), variant)
+
+
+def test_what_is_likely_is_what_comes_when_nothing_better_turns_up() -> None:
+    budget, spaces = 30, [bound(problem=replace(PROBLEM, head_dim=128, head_dim_v=128))]
+    strategy, simulated = Strategy(spaces, budget, 0), Simulated(spaces, PROBLEM, H200, 0)
+    order: list[Variant] = []
+    simulated.true_us = lambda variant: 100.0 + [*order, variant].index(variant)  # type: ignore[method-assign]
+    guessed: list[Variant] = []
+    while len(order) < budget:
+        if len(order) == int(budget * CLIMB_AFTER):
+            guessed = strategy.likely()
+        variant = strategy.next()
+        assert variant is not None
+        order.append(variant)
+        strategy.tell(simulated.evaluate(variant, None))
+    assert len(guessed) == budget - int(budget * CLIMB_AFTER) and order[-len(guessed) :] == guessed
+
+
+def test_where_nothing_is_climbed_nothing_is_likely() -> None:
+    spaces = [bound()]
+    for strategy in (Strategy(spaces, 10_000, 0), Strategy(spaces, 12, 0, by_cost_only=True)):
+        strategy.tell(Simulated(spaces, PROBLEM, H200, 0).evaluate(spaces[0].seeds()[0], None))
+        assert not strategy.likely()
+
+
+def test_a_search_says_what_may_come_from_a_third_of_its_budget_on() -> None:
+    spaces = [bound(problem=replace(PROBLEM, head_dim=128, head_dim_v=128))]
+    strategy, simulated = Strategy(spaces, 30, 0), Simulated(spaces, PROBLEM, H200, 0)
+    told = list[int]()
+    simulated.expect = lambda variants: told.append(len(variants))  # type: ignore[method-assign]
+    ran = drive(strategy, simulated, 30)
+    assert len(ran) == 30 and 10 <= len(told) <= 20 and max(told) == 10
 
 
 @pytest.mark.parametrize("in_flight", [1, 8])
