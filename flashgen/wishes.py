@@ -21,8 +21,12 @@ GROUPS = (4, 8)
 OTHER_BATCHES = {Op.FORWARD: (512, 2048), Op.BACKWARD: (1024,)}  # lengths at which batch is also 1, and eight times as large
 
 TENSOR_FLOPS = {Op.FORWARD: 600e12, Op.BACKWARD: 500e12}
-SEARCH_SECONDS = {Op.FORWARD: (3.0, 0.15), Op.BACKWARD: (4.0, 0.24)}  # per search, and per trial: mostly compilation, by 16 cores
-FILL_SECONDS = {Op.FORWARD: 0.8, Op.BACKWARD: 1.0}
+# Before searches were ranked and compiled ahead and texts remembered, one H200 beside 16 cores took (2026-11-30, by the times at which
+# entries were made): forward search 9 s, backward search 27 s; fill 1.4 s forward, 2.0 s backward, 3 s backward in fp16. By estimate, 14 s
+# of a backward search were ranking (3), compiling its opening (6) and neighbours of the best (4), and rendering (1), of a forward
+# search 2, 2, 1 and 0.2 s; 0.3 s of a backward fill were rendering. What should be left of that is below; it was not measured yet.
+SEARCH_SECONDS = {Op.FORWARD: (2.0, 0.1), Op.BACKWARD: (5.0, 0.22)}  # per search, and per trial
+FILL_SECONDS = {Op.FORWARD: 0.95, Op.BACKWARD: 1.0}
 LAUNCH_SECONDS = 60e-6  # around a launch, with the flush of L2
 TRIAL_LAUNCHES = 15
 FINAL_KERNELS = 9
