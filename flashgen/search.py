@@ -90,12 +90,13 @@ def tune(
     progress: Progress = lambda _: None,
     make_evaluator: EvaluatorFactory | None = None,
     predicted: Predicted | None = None,
+    start: Sequence[Variant] = (),
 ) -> TuneResult:
     """Search the fastest exact variant of `problem` on `device` and put it into the table.
 
     `budget` counts trials, `seconds` limits the time of the trials (the final round comes on top); `fresh` forgets an earlier search. With
     the emulated executor nothing is timed and everything is marked predicted. `predicted` spares the ranking, where it was made before for
-    the same problem and device. Ctrl-C and SIGTERM end the search with a partial result.
+    the same problem and device; `start` is tried first, best first. Ctrl-C and SIGTERM end the search with a partial result.
     Raises InvalidProblem, UnsupportedProblem, EmptySpace, InvalidTable, NotWritable, MissingDependency before anything runs, and
     LaunchError when nothing that ran could be used.
     """
@@ -106,7 +107,7 @@ def tune(
     old = tables.read(path, strict=True).find(problem) if path.exists() else None
     bounds = bind_families(problem, device, families)
     budget = DEFAULT_BUDGET[executor] if budget is None else budget
-    strategy = Strategy(bounds, budget, seed, by_cost_only=executor is ExecutorName.EMULATED, predicted=predicted)
+    strategy = Strategy(bounds, budget, seed, by_cost_only=executor is ExecutorName.EMULATED, predicted=predicted, start=start)
     evaluator = (make_evaluator or evaluator_for(executor))(bounds, problem, device, seed)
     journal = None
     try:

@@ -139,7 +139,7 @@ def _done(wish: Wish, order: _Order, shelf: Shelf, predicted: Predicted | None) 
         shelf.write()
         result = search.tune(
             wish.problem, order.device, budget=order.trials(wish), seconds=order.seconds, seed=order.seed, executor=order.executor,
-            table=shelf.path, progress=order.progress, make_evaluator=order.make, predicted=predicted,
+            table=shelf.path, progress=order.progress, make_evaluator=order.make, predicted=predicted, start=candidates,
         )  # fmt: skip
     except (UnsupportedProblem, EmptySpace, CompileError, LaunchError) as problem:  # of this problem, not of the list
         return Done(wish, "skipped", None, str(problem).splitlines()[0])

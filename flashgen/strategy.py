@@ -36,7 +36,8 @@ class Strategy:
     The feasible set fits the budget: everything, seeds first, then in the order of the cost model. Otherwise a first round gives every
     promising family its seeds and some of the cost model's best; from then on the family with the best time so far gets all trials: by the
     sampler, and in the last third among the variants one parameter away from the best, so that independent searches end alike. Seeds come
-    before the cost model's best because a model can be wrong about what spills.
+    before the cost model's best because a model can be wrong about what spills. Where it is known what won for a near problem, that is the
+    first round, with the head of the winner's family; other families get nothing.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class Strategy:
         *,
         by_cost_only: bool = False,
         predicted: Predicted | None = None,
+        start: Sequence[Variant] = (),
     ) -> None:
         """`bounds` are the families on offer, `budget` counts trials, `cost` predicts µs. `by_cost_only` leaves the sampler out.
 
-        `predicted` is what `cost` says of the same bounds, where that is known already.
+        `predicted` is what `cost` says of the same bounds, where that is known already; `start` is what won for near problems, best first.
         """
         known = predicted or {}
         self.families = {bound.space.family: _Family(bound, seed, cost, known.get(bound.space.family, ())) for bound in bounds}
@@ -65,7 +67,7 @@ class Strategy:
         self.sampler = "enumeration" if self.exhaustive else "cost_model" if by_cost_only else "tpe"
         """Name for the provenance of an entry."""
         by_cost = [variant for family in self._promising() for variant in family.seeds] + self._all_by_cost()
-        self._opening = deque(self._first_round(budget) if self.sampler == "tpe" else by_cost)
+        self._opening = deque((self._from(start, budget) or self._first_round(budget)) if self.sampler == "tpe" else by_cost)
 
     @property
     def foreseen(self) -> int:
@@ -130,6 +132,11 @@ class Strategy:
         share = max(1, budget // (2 * len(promising))) if len(promising) > 1 else budget
         opening = [variant for family in promising for variant in family.head()[:share]]
         return opening + [family.ranked[0] for family in self.families.values() if family.ranked and family not in promising]
+
+    def _from(self, start: Sequence[Variant], budget: int) -> list[Variant]:
+        """A first round that begins with `start`, as far as it is feasible here; empty where nothing is."""
+        feasible = [each for each in start if each.family in self.families and each in self.families[each.family].predicted]
+        return [*feasible, *self.families[feasible[0].family].head()][: max(1, budget // 2)] if feasible else []
 
     def _by_promise(self) -> list[_Family]:
         """Best measured first; a family whose results are not in yet counts by its prediction."""

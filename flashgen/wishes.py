@@ -17,7 +17,9 @@ LENGTHS = tuple(2**power for power in range(9, 16))
 SPARSE = (1024, 4096, 16_384)  # every length of the range is within a factor of two of one of these
 SEARCHED = {Op.FORWARD: (1024, 4096, 16_384), Op.BACKWARD: (1024, 8192)}
 BUDGET = 32  # trials of a search: the seeds of the families that can win, and some of the cost model's best
+GROUP_BUDGET = 16  # beside what won without groups
 GROUPS = (4, 8)
+SEARCHED_GROUPS = {Op.FORWARD: (), Op.BACKWARD: ((1024, 8),)}  # length, heads per group: sums over a group ask for kernels of their own
 OTHER_BATCHES = {Op.FORWARD: (512, 2048), Op.BACKWARD: (1024,)}  # lengths at which batch is also 1, and eight times as large
 
 TENSOR_FLOPS = {Op.FORWARD: 600e12, Op.BACKWARD: 500e12}
@@ -53,12 +55,13 @@ def full() -> list[Wish]:
     """Everything that a shipped table holds, what is used most first: head dims 64 to 256 and 192/128, both masks, 512 to 32k rows.
 
     bf16 with one query head per K/V head at every length, forward and backward, searched at some of them; then, filled by timing
-    neighbours: fp16 (backward at three lengths), query groups of 4 and 8 at three lengths, batch 1 and eightfold batch.
+    neighbours: fp16 (backward at three lengths), query groups of 4 and 8 at three lengths (backward searched at one), batch 1 and
+    eightfold batch.
     """
     plain = [each for op in Op for each in _plain(op)]
     halves = [_filled(each, dtype=DType.FLOAT16) for each in plain if each.problem.op is Op.FORWARD or each.problem.seqlen_q in SPARSE]
     sparse = [each.problem for each in plain if each.problem.seqlen_q in SPARSE]
-    grouped = [Wish(_grouped(each, group), searched=False) for each in sparse for group in GROUPS]
+    grouped = sorted((_group_wish(each, group) for each in sparse for group in GROUPS), key=lambda wish: not wish.searched)
     batches = [each for each in plain if each.problem.seqlen_q in OTHER_BATCHES[each.problem.op]]
     one = [_filled(each, batch=1) for each in batches]
     many = [_filled(each, batch=8 * each.problem.batch) for each in batches]
@@ -93,6 +96,11 @@ def _plain(op: Op) -> list[Wish]:
 
 def _filled(wish: Wish, **changes: object) -> Wish:
     return Wish(replace(wish.problem, **changes), searched=False)  # type: ignore[arg-type]
+
+
+def _group_wish(problem: Problem, group: int) -> Wish:
+    searched = (problem.seqlen_q, group) in SEARCHED_GROUPS[problem.op]
+    return Wish(_grouped(problem, group), searched, GROUP_BUDGET if searched else None)
 
 
 def _grouped(problem: Problem, group: int) -> Problem:

@@ -118,8 +118,10 @@ def test_the_full_list_holds_each_head_dim_mask_and_length_and_searches_some_len
     assert {(each.head_dim, each.head_dim_v, each.mask, each.seqlen_q) for each in plain} == {
         (*dims, mask, length) for dims in wishes.DIMS for mask in wishes.MASKS for length in wishes.LENGTHS
     }
-    assert len(searched) == 7 * 2 * len(wishes.SEARCHED[op]) and {each.dtype for each in searched} == {DType.BFLOAT16}
-    assert {each.gqa_group for each in searched} == {1} and {each.gqa_group for each in filled} == {1, 4, 8}
+    lengths = len(wishes.SEARCHED[op]) + len(wishes.SEARCHED_GROUPS[op])
+    assert len(searched) == 7 * 2 * lengths and {each.dtype for each in searched} == {DType.BFLOAT16}
+    assert {each.gqa_group for each in searched} == ({1} if op is Op.FORWARD else {1, 8})
+    assert {each.gqa_group for each in filled} == {1, 4, 8}
     assert {each.dtype for each in filled} == {DType.BFLOAT16, DType.FLOAT16}
     assert {each.batch_heads * each.seqlen_q * each.head_dim >= 4 * wishes.TOKENS * wishes.HIDDEN for each in filled} == {True, False}
 

@@ -64,6 +64,22 @@ def test_seeds_come_first_then_the_cost_models_best() -> None:
     assert proposed[len(seeds) :][:5] == [variant for variant in ranked if variant not in seeds][:5]
 
 
+def test_what_won_nearby_comes_first_then_the_head_of_its_family_and_no_other_family() -> None:
+    spaces = [space.bind(PROBLEM, H200) for space in load_spaces(PROBLEM.op)]
+    mine = next(each for each in spaces if each.space.family == "ampere_forward")
+    start = mine.feasible()[5:300:100]
+    strategy = Strategy(spaces, 12, 0, start=[*start, Variant.of("ampere_forward", {"block_q": 7})])
+    assert strategy.foreseen == 6
+    proposed = [strategy.next() for _ in range(6)]
+    assert proposed[:3] == start and proposed[3:] == [each for each in mine.seeds() if each not in start][:3]
+
+
+def test_a_start_of_which_nothing_is_feasible_is_no_start() -> None:
+    spaces = [bound()]
+    plain, other = Strategy(spaces, 30, 0), Strategy(spaces, 30, 0, start=[Variant.of("simt_forward", {"block_q": 7})])
+    assert plain.opening() == other.opening()
+
+
 @pytest.mark.parametrize("op", list(Op))
 def test_a_ranking_of_all_variants_holds_what_predicting_each_alone_gives(op: Op) -> None:
     problem = replace(PROBLEM, head_dim=128, head_dim_v=128, op=op)
