@@ -27,8 +27,10 @@ from flashgen.device import present
 from flashgen.dispatch import Answer, Dispatcher
 from flashgen.evaluators import DeviceEvaluator
 from flashgen.model import DeviceLimits, ExecutorName, Problem
+from flashgen.strategy import Predicted
 
 LONGEST_S = 45.0  # of one shape; none is begun that would hardly end in time
+AHEAD = 3  # searches that are ranked, and whose first proposals are compiled, while the GPU is busy
 
 
 def between(found: table.Table, count: int, seed: int) -> list[Problem]:
@@ -45,11 +47,13 @@ def between(found: table.Table, count: int, seed: int) -> list[Problem]:
     return list(chosen)
 
 
-def compared(asked: Problem, answer: Answer, limits: DeviceLimits, make: search.EvaluatorFactory, budget: int) -> dict[str, Any]:
+def compared(
+    asked: Problem, answer: Answer, limits: DeviceLimits, make: search.EvaluatorFactory, budget: int, predicted: Predicted | None
+) -> dict[str, Any]:
     """One row: what serves the problem, what a search of its own finds, and all times of both."""
     served = answer.variant
     with tempfile.TemporaryDirectory() as folder:
-        tuned = search.tune(asked, limits, budget=budget, table=Path(folder) / "t.yaml", make_evaluator=make).entry
+        tuned = search.tune(asked, limits, budget=budget, table=Path(folder) / "t.yaml", make_evaluator=make, predicted=predicted).entry
     assert tuned is not None
     evaluator = make(search.bind_families(asked, limits), asked, limits, 1)
     assert isinstance(evaluator, DeviceEvaluator)
@@ -96,13 +100,16 @@ def main() -> None:
     part, count = map(int, options.part.split("/"))
     rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     done = {row["problem"] for row in rows}
-    with standard.evaluators(ExecutorName.DEVICE) as make:
-        for asked in between(found, options.shapes, 0)[part - 1 :: count]:
-            if str(asked) in done:
-                continue
+    left = [asked for asked in between(found, options.shapes, 0)[part - 1 :: count] if str(asked) not in done]
+    with standard.evaluators(ExecutorName.DEVICE) as make, standard.ahead(make, limits) as coming:
+        for number, asked in enumerate(left):
             if time.monotonic() - started + LONGEST_S > options.within:
                 break
-            rows.append(compared(asked, dispatcher.serve(asked).answer, limits, make, options.budget))
+            for each in left[number + 1 : number + 1 + AHEAD]:
+                coming.search(each, options.budget)
+            answer = dispatcher.serve(asked).answer
+            with coming.begun(asked) as predicted:
+                rows.append(compared(asked, answer, limits, make, options.budget, predicted))
             print(f"{rows[-1]['ratio']:.3f} {time.monotonic() - started:5.0f} s {asked}", flush=True)
             options.out.write_text(json.dumps({"device": limits.name, "rows": rows}, indent=1))
     print(summary(rows))
