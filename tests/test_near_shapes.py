@@ -1,0 +1,27 @@
+"""Which shapes the study of near matches asks for, and how it sums up; the rest of it needs a GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from flashgen import paths, table
+
+sys.path.insert(0, str(Path(__file__).parent / "device"))
+import near_shapes
+
+
+def test_shapes_lie_inside_a_table_and_none_is_in_it() -> None:
+    found = table.read(paths.shipped_tables() / "nvidia-h200.yaml", strict=True)
+    asked = near_shapes.between(found, 40, 0)
+    lengths = [each.problem.seqlen_q for each in found.entries]
+    assert len(set(asked)) == 40 and asked == near_shapes.between(found, 40, 0)
+    assert not {table.full_key(each) for each in asked} & {table.full_key(each.problem) for each in found.entries}
+    assert all(min(lengths) <= each.seqlen_q <= max(lengths) and each.seqlen_q == each.seqlen_kv for each in asked)
+    assert {each.klass() for each in asked} <= {each.problem.klass() for each in found.entries}
+    assert len({each.klass() for each in asked}) > 15 and sum(each.seqlen_q < 4096 for each in asked) > 10
+
+
+def test_a_summary_gives_median_and_worst_and_counts_near_matches() -> None:
+    rows = [{"ratio": ratio, "near": near} for ratio, near in ((1.2, "a"), (1.0, "b"), (1.01, None))]
+    assert near_shapes.summary(rows) == "3 shapes, 2 served by a near match: median 1.010, worst 1.200"
