@@ -17,7 +17,7 @@ LENGTHS = tuple(2**power for power in range(9, 16))
 SPARSE = (1024, 4096, 16_384)  # every length of the range is within a factor of two of one of these
 SEARCHED = {Op.FORWARD: (1024, 4096, 16_384), Op.BACKWARD: (1024, 8192)}
 BUDGET = 32  # trials of a search: the seeds of the families that can win, and some of the cost model's best
-GROUP_BUDGET = 16  # beside what won without groups
+LATER_BUDGET = 20  # of one that begins with what won at another length, or without groups
 GROUPS = (4, 8)
 SEARCHED_GROUPS = {Op.FORWARD: (), Op.BACKWARD: ((1024, 8),)}  # length, heads per group: sums over a group ask for kernels of their own
 OTHER_BATCHES = {Op.FORWARD: (512, 2048), Op.BACKWARD: (1024,)}  # lengths at which batch is also 1, and eight times as large
@@ -32,7 +32,7 @@ FILL_SECONDS = {Op.FORWARD: 0.95, Op.BACKWARD: 1.0}
 LAUNCH_SECONDS = 60e-6  # around a launch, with the flush of L2
 TRIAL_LAUNCHES = 15
 FINAL_KERNELS = 9
-FINAL_SECONDS = 1.5  # of a final round, as long as that leaves the least number of rounds
+FINAL_SECONDS = 1.2  # of a final round, as long as that leaves the least number of rounds
 ROUNDS = (8, 30)
 
 
@@ -87,11 +87,17 @@ def _plain(op: Op) -> list[Wish]:
     """Every head dim, mask and length in bf16; those that are searched before the others of their class."""
     lengths = sorted(LENGTHS, key=lambda length: length not in SEARCHED[op])
     return [
-        Wish(shaped(*dims, length, mask, op=op), length in SEARCHED[op], BUDGET if length in SEARCHED[op] else None)
+        Wish(shaped(*dims, length, mask, op=op), length in SEARCHED[op], _budget(op, length))
         for dims in DIMS
         for mask in MASKS
         for length in lengths
     ]
+
+
+def _budget(op: Op, length: int) -> int | None:
+    if length not in SEARCHED[op]:
+        return None
+    return BUDGET if length == SEARCHED[op][0] else LATER_BUDGET
 
 
 def _filled(wish: Wish, **changes: object) -> Wish:
@@ -100,7 +106,7 @@ def _filled(wish: Wish, **changes: object) -> Wish:
 
 def _group_wish(problem: Problem, group: int) -> Wish:
     searched = (problem.seqlen_q, group) in SEARCHED_GROUPS[problem.op]
-    return Wish(_grouped(problem, group), searched, GROUP_BUDGET if searched else None)
+    return Wish(_grouped(problem, group), searched, LATER_BUDGET if searched else None)
 
 
 def _grouped(problem: Problem, group: int) -> Problem:
