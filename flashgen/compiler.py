@@ -11,10 +11,10 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -251,10 +251,15 @@ class CompilePool:
     Several may share a pool. What is queued or running is compiled once, whoever asks; what is done is in the store, and not kept here.
     """
 
-    def __init__(self, jobs: int | None = None, store: CubinStore | None = None) -> None:
-        """`jobs` at once (default: the processors this process may use); threads are started as work arrives."""
+    def __init__(
+        self, jobs: int | None = None, store: CubinStore | None = None, compile_: Callable[[Source, str], Compiled] | None = None
+    ) -> None:
+        """`jobs` at once (default: the processors this process may use); threads are started as work arrives.
+
+        `compile_`, when given, does the work in the place of `compile_source`.
+        """
         self.jobs = max(1, jobs) if jobs is not None else usable_processors()
-        self._store = store
+        self._make = compile_ or partial(compile_source, store=store)
         self._changed = threading.Condition()
         self._jobs: dict[object, _Job] = {}  # queued or running
         self._queues: dict[Urgency, dict[object, _Job]] = {urgency: {} for urgency in Urgency}
@@ -340,7 +345,7 @@ class CompilePool:
 
     def _compile(self, job: _Job) -> None:
         try:
-            job.set_result(compile_source(job.source, job.arch, self._store))
+            job.set_result(self._make(job.source, job.arch))
         except BaseException as error:
             job.set_exception(error)
 

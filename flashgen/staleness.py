@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from flashgen import gate
-from flashgen.compiler import architecture, options_for
+from flashgen.compiler import CompilePool, architecture, options_for
 from flashgen.cubins import Compiled
 from flashgen.errors import CompileError, FlashgenError, InfeasibleVariant, InvalidSpace, MissingDependency, UnsupportedProblem
-from flashgen.model import DeviceLimits, ExecutorName, Source, TableEntry
+from flashgen.model import DeviceLimits, ExecutorName, ProblemClass, Source, TableEntry, Variant
 from flashgen.render import render
-from flashgen.space import load_space
+from flashgen.space import Space, load_space
 from flashgen.table import Table, same_device
 from flashgen.table_schema import DeviceRecord, device_record
 
@@ -87,27 +87,65 @@ class Assessment:
 Compile = Callable[[Source, str], Compiled]
 """(source, architecture) → cubin, as `compiler.compile_source`."""
 
+Render = Callable[[Space, ProblemClass, Variant], Source]
+"""(space, problem class, variant) → text, as `render`."""
+
 
 def assess_table(
     table: Table, device: DeviceLimits, tools: Tools, compile_: Compile | None, *, recompile: bool = False
 ) -> tuple[Assessment, ...]:
-    """Every entry of a table on `device`, which need not be the table's own."""
-    return tuple(assess(entry, table.device, device, tools, compile_, recompile=recompile) for entry in table.entries)
+    """Every entry of a table on `device`, which need not be the table's own. What is in doubt is compiled together, each text once."""
+    text = _Texts()
+
+    def each(ask: Compile | None) -> tuple[Assessment, ...]:
+        return tuple(assess(entry, table.device, device, tools, ask, recompile=recompile, text=text) for entry in table.entries)
+
+    if compile_ is None:
+        return each(None)
+    wanted: dict[tuple[str, str], Source] = {}
+
+    def note(source: Source, arch: str) -> Compiled:
+        wanted[source.digest, arch] = source
+        raise MissingDependency("to be compiled")
+
+    found = each(note)
+    if not wanted:
+        return found
+    pool = CompilePool(compile_=compile_)
+    try:
+        made = {key: pool.submit(source, key[1]) for key, source in wanted.items()}
+        return each(lambda source, arch: made[source.digest, arch].result())
+    finally:
+        pool.close()
+
+
+class _Texts:
+    """Renders each text once, however many problems it serves."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[ProblemClass, Variant], Source] = {}
+
+    def __call__(self, space: Space, klass: ProblemClass, variant: Variant) -> Source:
+        if (klass, variant) not in self._made:
+            self._made[klass, variant] = render(space, klass, variant)
+        return self._made[klass, variant]
 
 
 def assess(
-    entry: TableEntry, owner: DeviceRecord, device: DeviceLimits, tools: Tools, compile_: Compile | None, *, recompile: bool = False
-) -> Assessment:
+    entry: TableEntry, owner: DeviceRecord, device: DeviceLimits, tools: Tools, compile_: Compile | None, *, recompile: bool = False,
+    text: Render = render,
+) -> Assessment:  # fmt: skip
     """One entry of the table of `owner`, to be served on `device`.
 
     `compile_` is asked where digests and versions leave a doubt, or for every entry with `recompile`; None where there is no compiler.
+    `text` makes the text, as `render` does.
     """
     notes = _notes(entry, owner, device, tools)
     try:
         space = load_space(entry.variant.family)
         bound = space.bind(entry.problem, device)
         violated = bound.explain(bound.variant(entry.variant.as_dict()))
-        source = render(space, entry.problem.klass(), entry.variant)
+        source = text(space, entry.problem.klass(), entry.variant)
     except (InfeasibleVariant, InvalidSpace, UnsupportedProblem) as problem:
         return Assessment(entry, State.REFUSED, str(problem).rstrip("."), notes)
     if violated:

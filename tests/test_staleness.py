@@ -141,3 +141,21 @@ def test_the_machine_code_of_a_text_with_other_comments_is_the_same(tmp_path: Pa
     text = "// another first line\n" + source.text.replace("#line 1 ", "// moved\n#line 1 ")
     built = [compile_source(each, "sm_90", store).report.cubin_digest for each in (source, replace(source, text=text))]
     assert built[0] == built[1]
+
+
+def test_what_is_in_doubt_is_compiled_together_each_text_once(tmp_path: Path) -> None:
+    asked, tools = [], Tools("13.9")
+
+    def some_code(source: Source, arch: str) -> Compiled:
+        asked.append(source.digest)
+        if source.klass.head_dim == 96:
+            raise CompileError("no registers left")
+        return (same_code if source.klass.head_dim == 64 else other_code)(source, arch)
+
+    shapes = [problem(seqlen, head_dim) for seqlen in (512, 1024) for head_dim in (64, 96, 128)]
+    found = table_of(tmp_path / "a.yaml", *map(entry, shapes))
+    assessed = staleness.assess_table(found, H200, tools, some_code)
+    assert len(asked) == len(set(asked)) == 3
+    states = {64: State.CARRIED, 96: State.STALE, 128: State.REPROVE}
+    assert [each.state for each in assessed] == [states[each.entry.problem.head_dim] for each in assessed]
+    assert assessed == tuple(staleness.assess(each, OWNER, H200, tools, some_code) for each in found.entries)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _STATE = {
     State.VALID: "green", State.CARRIED: "green", State.UNCHECKED: "yellow", State.REPROVE: "red", State.STALE: "red", State.REFUSED: "red",
 }  # fmt: skip
+MOST_LINES = 20  # of one state in a check
 _DIFFERENCE = {Difference.FASTER: "green", Difference.NEW: "green", Difference.SLOWER: "red", Difference.GONE: "red"}
 
 
@@ -62,9 +63,12 @@ def check_report(path: Path, assessed: Sequence[Assessment], fault: str) -> Rend
         f"{path}: {len(assessed)} entries, " + ", ".join(f"{count} {state}" for state, count in states.items()),
     )
     lines: list[RenderableType] = []
-    for each in assessed:
-        if each.state is not State.VALID:
-            lines.append(Text.assemble((f"  {each.state}  ", _STATE[each.state]), f"{each.entry.problem}: {each.reason}"))
+    for state in (each for each in State if each is not State.VALID):
+        of_it = [each for each in assessed if each.state is state]
+        style = _STATE.get(state, "")
+        lines += [Text.assemble((f"  {state}  ", style), f"{each.entry.problem}: {each.reason}") for each in of_it[:MOST_LINES]]
+        if len(of_it) > MOST_LINES:
+            lines.append(Text.assemble((f"  {state}  ", style), f"and {len(of_it) - MOST_LINES} more; --json names all"))
     notes = Counter(words for each in assessed for words in each.notes)
     lines += [Text(f"  note  {count} × {note}: {words}", "dim") for (note, words), count in notes.items()]
     return Group(head, *lines)
