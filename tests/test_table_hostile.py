@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shipping import H200, entry, problem, table_of
 
-from flashgen import table, yaml_io
+from flashgen import paths, table, yaml_io
 from flashgen.errors import InvalidTable
 from flashgen.table_schema import device_record
 
@@ -153,3 +156,94 @@ def test_a_flip_in_the_devices_record_is_noticed(tmp_path: Path) -> None:
         path.write_text(TEXT.decode().replace(right, wrong, 1))
         with pytest.raises(InvalidTable, match="not the sealed one"):
             table.read(path, strict=True)
+
+
+# The shipped table of the H200, damaged -------------------------------------------------------------------------------
+
+ENTRY = "  - key:\n"
+
+
+def instead(old: str, new: str) -> Callable[[str], str]:
+    """Put `new` in the place of one `old` in the middle of the file."""
+
+    def change(text: str) -> str:
+        at = text.index(old, len(text) // 2)
+        return text[:at] + new + text[at + len(old) :]
+
+    return change
+
+
+def with_block(value: str) -> Callable[[str], str]:
+    """Give a variant in the middle of the file another block_kv."""
+
+    def change(text: str) -> str:
+        at = text.index("    variant:\n", len(text) // 2)
+        return text[:at] + re.sub(r"block_kv: \d+", lambda _: f"block_kv: {value}", text[at:], count=1)
+
+    return change
+
+
+def flipped(text: str) -> str:
+    at = text.index("median_us: ", len(text) // 2) + len("median_us: ")
+    return text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :]
+
+
+def swapped(text: str) -> str:
+    parts = text.split(ENTRY)
+    parts[200], parts[400] = parts[400], parts[200]
+    return ENTRY.join(parts)
+
+
+def dropped(text: str) -> str:
+    parts = text.split(ENTRY)
+    return ENTRY.join(parts[:200] + parts[201:])
+
+
+LAUGHS = "- &a0 [x, x]\n" + "".join(f"      - &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+HARMS: dict[str, tuple[Callable[[str], str], str]] = {
+    "one flipped bit": (flipped, "cut or edited"),
+    "cut in the middle": (lambda text: text[: len(text) // 2], "not readable as YAML"),
+    "cut after an entry": (lambda text: text[: text.index(ENTRY, len(text) // 2)], "cut or edited"),
+    "one entry dropped": (dropped, "cut or edited"),
+    "two entries swapped": (swapped, "cut or edited"),
+    "a value edited without a new seal": (instead("samples: 30", "samples: 31"), "cut or edited"),
+    "a variant outside its space": (with_block("63"), "block_kv"),
+    "an alias bomb": (instead("    shape:\n", f"    shape:\n      {LAUGHS}"), "anchor &a0"),
+    "a key given twice": (instead("    variant:\n", "    variant:\n      family: x\n"), "key 'family' again (first on line"),
+    "an unsafe tag": (instead("verdict: exact", "verdict: !!python/object/apply:os.system [true]"), "tag"),
+    "a huge integer": (instead("samples: 30", "samples: 3" + "0" * 100_000), "an integer of 100001 digits"),
+    "deep nesting": (instead("verdict: exact", f"verdict: {'[' * 200}"), "nesting deeper than 32 levels"),
+    "nesting beyond all": (instead("verdict: exact", f"verdict: {'[' * 100_000}"), "nesting"),
+    "text for a template": (with_block("\"64; asm('trap;')\""), "block_kv"),
+}
+CHECK = """
+import resource, sys
+from flashgen import cli
+code = cli.run(["table", "check", "--json", *sys.argv[1:]])
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(used.ru_maxrss, used.ru_utime + used.ru_stime, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What one `flashgen table check` says of every damaged copy."""
+    folder = tmp_path_factory.mktemp("damaged")
+    whole = (paths.shipped_tables() / "nvidia-h200.yaml").read_text()
+    files = {harm: folder / f"{harm.replace(' ', '-')}.yaml" for harm in HARMS}
+    for harm, path in files.items():
+        path.write_text(HARMS[harm][0](whole))
+        assert path.read_text() != whole
+    result = subprocess.run([sys.executable, "-c", CHECK, *map(str, files.values())], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 1, result.stderr[-500:]
+    kilobytes, seconds = map(float, result.stderr.split()[-2:])
+    assert kilobytes < 2**20 and seconds < 60, result.stderr
+    found = {each["table"]: each["fault"] for each in json.loads(result.stdout)["tables"]}
+    return {harm: found[str(path)] for harm, path in files.items()}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_copy_of_the_shipped_table_fails_its_check_with_the_reason(faults: dict[str, str], harm: str) -> None:
+    assert f"{harm.replace(' ', '-')}.yaml" in faults[harm]
+    assert HARMS[harm][1] in faults[harm]
