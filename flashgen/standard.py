@@ -166,16 +166,14 @@ def neighbours(problem: Problem, entries: Sequence[TableEntry], most: int = NEIG
 
     What won and what came second, then, where that is not enough, the next best in the journals of their searches.
     """
-
-    def alike(entry: TableEntry) -> bool:
-        return _kin(entry.problem) == _kin(problem)
+    kin = _kin(problem)
 
     def apart(entry: TableEntry) -> tuple[bool, bool, float, str]:
         steps = zip(table.shape_bucket(entry.problem), table.shape_bucket(problem), strict=True)
         grouped = (entry.problem.gqa_group > 1) != (problem.gqa_group > 1)
         return entry.problem.dtype is not problem.dtype, grouped, float(sum(abs(one - other) for one, other in steps)), str(entry.problem)
 
-    nearest = sorted(filter(alike, entries), key=apart)
+    nearest = sorted((entry for entry in entries if _kin(entry.problem) == kin), key=apart)
     found: dict[Variant, None] = {}
     for entry in nearest:
         found[entry.variant] = None

@@ -66,8 +66,8 @@ class Strategy:
         self._pending: set[Variant] = set()
         self.sampler = "enumeration" if self.exhaustive else "cost_model" if by_cost_only else "tpe"
         """Name for the provenance of an entry."""
-        by_cost = [variant for family in self._promising() for variant in family.seeds] + self._all_by_cost()
-        self._opening = deque((self._from(start, budget) or self._first_round(budget)) if self.sampler == "tpe" else by_cost)
+        first = (self._from(start, budget) or self._first_round(budget)) if self.sampler == "tpe" else self._all_by_cost()
+        self._opening = deque(first)
 
     @property
     def foreseen(self) -> int:
@@ -116,8 +116,9 @@ class Strategy:
         return variant in self._known or variant in self._pending
 
     def _all_by_cost(self) -> list[Variant]:
+        """Seeds of promising families, then everything."""
         rated = [(family.predicted[variant], number, variant) for number, (family, variant) in enumerate(self._every())]
-        return [variant for _, _, variant in sorted(rated)]
+        return [variant for family in self._promising() for variant in family.seeds] + [variant for _, _, variant in sorted(rated)]
 
     def _every(self) -> Iterable[tuple[_Family, Variant]]:
         return ((family, variant) for family in self.families.values() for variant in family.ranked)
