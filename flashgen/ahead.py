@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from flashgen import search
 from flashgen.compiler import CompilePool, Urgency, architecture
@@ -40,17 +41,16 @@ class Ranking:
     opening: tuple[Source, ...]
 
 
-def ranking(problem: Problem, device: DeviceLimits, budget: int, seed: int) -> Ranking:
-    """The ranking of a search for `problem` among all families. Raises as `search.bind_families`."""
-    bounds = search.bind_families(problem, device)
-    strategy = Strategy(bounds, budget, seed)
+def ranking(problem: Problem, device: DeviceLimits, budget: int, seed: int, start: Sequence[Variant] = ()) -> Ranking:
+    """The ranking of a search for `problem` among all families, begun with `start`. Raises as `search.bind_families`."""
+    strategy = Strategy(search.bind_families(problem, device), budget, seed, start=start)
     predicted = {name: array("d", map(each.predicted.__getitem__, each.bound.feasible())) for name, each in strategy.families.items()}
     return Ranking(predicted, tuple(Texts().all_of(problem, strategy.opening()[:budget])))
 
 
-def ranking_task(_: None, problem: Problem, device: DeviceLimits, budget: int, seed: int) -> Ranking:
+def ranking_task(_: None, *arguments: Any) -> Ranking:
     """`ranking`, as a task of a child process."""
-    return ranking(problem, device, budget, seed)
+    return ranking(*arguments)
 
 
 class Texts:
@@ -99,10 +99,10 @@ class Ranker:
         self._thread: threading.Thread | None = None
         self._lost: WorkerLost | None = None
 
-    def submit(self, problem: Problem, device: DeviceLimits, budget: int, seed: int) -> Future[Ranking]:
-        """The ranking of a coming search. The future may be cancelled as long as it waits."""
+    def submit(self, problem: Problem, device: DeviceLimits, budget: int, seed: int, start: Sequence[Variant] = ()) -> Future[Ranking]:
+        """The ranking of a coming search, as `ranking` makes it. The future may be cancelled as long as it waits."""
         future: Future[Ranking] = Future()
-        self._queue.put((future, (problem, device, budget, seed)))
+        self._queue.put((future, (problem, device, budget, seed, start)))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="flashgen-ranking", daemon=True)
             self._thread.start()
@@ -183,12 +183,15 @@ class Ahead:
             self._compiling[problem] = []
             self._compile(problem, self._texts.all_of(problem, variants))
 
-    def search(self, problem: Problem, budget: int, seed: int = 0) -> None:
-        """Rank the spaces of a problem that will be searched with this budget and seed, and compile its opening."""
+    def search(self, problem: Problem, budget: int, seed: int = 0, start: Sequence[Variant] = ()) -> None:
+        """Rank the spaces of a problem that will be searched with this budget and seed, and compile its opening.
+
+        `start` is what it will begin with, as far as that is known; the ranking does not depend on it.
+        """
         if self._pool is None or problem in self:
             return
         self._compiling[problem] = []
-        self._rankings[problem] = self._ranker.submit(problem, self.device, budget, seed)
+        self._rankings[problem] = self._ranker.submit(problem, self.device, budget, seed, start)
         self._rankings[problem].add_done_callback(lambda future: self._ranked(problem, future))
 
     @contextmanager

@@ -155,10 +155,11 @@ def _prepare(wishes: Iterable[Wish], order: _Order, shelf: Shelf, coming: Ahead)
     for wish in wishes:
         if wish.problem in coming or order.is_kept(wish.problem, shelf):
             continue
+        nearby = neighbours(wish.problem, entries) if _kin(wish.problem) in known else []
         if wish.searched:
-            coming.search(wish.problem, order.trials(wish) or search.DEFAULT_BUDGET[order.executor], order.seed)
-        elif _kin(wish.problem) in known:
-            coming.fill(wish.problem, neighbours(wish.problem, entries))
+            coming.search(wish.problem, order.trials(wish) or search.DEFAULT_BUDGET[order.executor], order.seed, nearby)
+        elif nearby:
+            coming.fill(wish.problem, nearby)
 
 
 def neighbours(problem: Problem, entries: Sequence[TableEntry], most: int = NEIGHBOURS) -> list[Variant]:

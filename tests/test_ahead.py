@@ -60,13 +60,13 @@ class InPlace(Ranker):
         self.fails, self.waits = fails, waits
         self.asked = list[Problem]()
 
-    def submit(self, problem: Problem, device: DeviceLimits, budget: int, seed: int) -> Future[Ranking]:
+    def submit(self, problem: Problem, device: DeviceLimits, budget: int, seed: int, start: Sequence[Variant] = ()) -> Future[Ranking]:
         self.asked.append(problem)
         future: Future[Ranking] = Future()
         if self.fails:
             future.set_exception(self.fails)
         elif not self.waits:
-            future.set_result(ahead.ranking(problem, device, budget, seed))
+            future.set_result(ahead.ranking(problem, device, budget, seed, start))
         return future
 
 
@@ -116,6 +116,16 @@ def test_the_opening_of_a_coming_search_is_compiled_before_it_begins(listed: Cal
     assert len(opening(other, 24)) > 10
     assert Telling.ready[other] == digests(other, opening(other, 24))
     assert sorted(Telling.pool.withdrawn) == sorted(Telling.pool.submitted)
+
+
+def test_a_coming_search_begins_with_what_is_known_to_have_won_nearby(home: Path) -> None:
+    start = search.bind_families(ASKED, H200)[0].feasible()[-3:]
+    pool = Pool()
+    with prepared(pool) as coming:
+        coming.search(ASKED, 20, start=start)
+        assert pool.submitted[:3] == digests(ASKED, start) and len(pool.submitted) == 10
+        with coming.begun(ASKED) as predicted:
+            assert predicted == ahead.ranking(ASKED, H200, 20, 0).predicted
 
 
 def test_a_search_with_predictions_made_before_is_the_same_search(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
