@@ -207,13 +207,14 @@ def fill(
 ) -> TableEntry:
     """The entry of a problem by timing candidates side by side, without a search. Certificates of the same text are not made again.
 
-    Raises UnsupportedProblem when none of them can run.
+    The first candidate, which won nearest, gives way only to what is clearly faster: of two that are alike here, the one stays that was better
+    where they differ. Raises UnsupportedProblem when none of them can run.
     """
     bounds = search.bind_supported(problem, device)
     families = {bound.space.family: bound for bound in bounds}
     variants = [each for each in candidates if each.family in families and not families[each.family].explain(each)]
     fallback = near.fallback_of(bounds)
-    incumbents = [fallback] if fallback is not None else []
+    incumbents = list(dict.fromkeys([*variants[:1], *([fallback] if fallback is not None else [])]))
     evaluator = make(bounds, problem, device, seed)
     try:
         sound = _sound(evaluator, families, list(dict.fromkeys([*variants, *incumbents])))

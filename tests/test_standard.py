@@ -85,6 +85,7 @@ class Imagined:
         return replace(entry().certificate, verdict=verdict, failure="planted" if variant in INEXACT else "")
 
     def decide(self, finalists: Sequence[Variant], incumbents: Sequence[Variant], trials: dict[Variant, Trial]) -> Decision:
+        self.defended = list(incumbents)
         times = {each: Measurement(self.us(each), self.us(each), self.us(each), 30, 1.0) for each in finalists}
         return Decision(min(times, key=lambda each: times[each].median_us), times)
 
@@ -320,6 +321,14 @@ def test_filling_takes_the_fastest_exact_candidate() -> None:
     assert made.variant == fast and made.runner_up is not None and made.provenance.measured == 3
     INEXACT.add(fast)
     assert standard.fill(asked, H200, [slow, fast], (), Imagined).variant != fast
+
+
+def test_what_won_nearest_and_the_fallback_defend_a_filled_problem() -> None:
+    asked = problem(mask=Mask())
+    first, second = variant(asked, block_q=32, num_warps=2), variant(asked, block_q=128)
+    standard.fill(asked, H200, [first, second], (), Imagined)
+    fallback = near.fallback_of(search.bind_families(asked, H200))
+    assert CREATED[0].defended == [first, fallback]
 
 
 def test_a_text_is_certified_once_however_many_problems_it_serves() -> None:
