@@ -207,8 +207,8 @@ def fill(
 ) -> TableEntry:
     """The entry of a problem by timing candidates side by side, without a search. Certificates of the same text are not made again.
 
-    The first candidate, which won nearest, gives way only to what is clearly faster: of two that are alike here, the one stays that was better
-    where they differ. Raises UnsupportedProblem when none of them can run.
+    The first candidate, which won nearest, gives way only to what is clearly faster: of two that are alike here, the one stays that was
+    better where they differ. Raises UnsupportedProblem when none of them can run.
     """
     bounds = search.bind_supported(problem, device)
     families = {bound.space.family: bound for bound in bounds}
