@@ -207,14 +207,15 @@ def fill(
 ) -> TableEntry:
     """The entry of a problem by timing candidates side by side, without a search. Certificates of the same text are not made again.
 
-    The first candidate, which won nearest, gives way only to what is clearly faster: of two that are alike here, the one stays that was
-    better where they differ. Raises UnsupportedProblem when none of them can run.
+    With query groups the first candidate, which won nearest, gives way only to what is clearly faster: where few K/V heads are left, variants
+    that take them in another order are alike, and the one is wanted that is better where there are more. Raises UnsupportedProblem when none of them can run.
     """
     bounds = search.bind_supported(problem, device)
     families = {bound.space.family: bound for bound in bounds}
     variants = [each for each in candidates if each.family in families and not families[each.family].explain(each)]
     fallback = near.fallback_of(bounds)
-    incumbents = list(dict.fromkeys([*variants[:1], *([fallback] if fallback is not None else [])]))
+    nearest = variants[:1] if problem.gqa_group > 1 else []
+    incumbents = list(dict.fromkeys([*nearest, *([fallback] if fallback is not None else [])]))
     evaluator = make(bounds, problem, device, seed)
     try:
         sound = _sound(evaluator, families, list(dict.fromkeys([*variants, *incumbents])))

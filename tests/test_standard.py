@@ -323,12 +323,13 @@ def test_filling_takes_the_fastest_exact_candidate() -> None:
     assert standard.fill(asked, H200, [slow, fast], (), Imagined).variant != fast
 
 
-def test_what_won_nearest_and_the_fallback_defend_a_filled_problem() -> None:
-    asked = problem(mask=Mask())
+def test_the_fallback_defends_a_filled_problem_and_with_query_groups_what_won_nearest() -> None:
+    asked = replace(problem(mask=Mask()), heads_q=4, heads_kv=4)
     first, second = variant(asked, block_q=32, num_warps=2), variant(asked, block_q=128)
-    standard.fill(asked, H200, [first, second], (), Imagined)
     fallback = near.fallback_of(search.bind_families(asked, H200))
-    assert CREATED[0].defended == [first, fallback]
+    standard.fill(asked, H200, [first, second], (), Imagined)
+    standard.fill(replace(asked, heads_kv=2), H200, [first, second], (), Imagined)
+    assert [each.defended for each in CREATED] == [[fallback], [first, fallback]]
 
 
 def test_a_text_is_certified_once_however_many_problems_it_serves() -> None:
