@@ -135,7 +135,8 @@ def _done(wish: Wish, order: _Order, shelf: Shelf, predicted: Predicted | None) 
     candidates = neighbours(wish.problem, present)
     try:
         if candidates and not wish.searched:
-            return Done(wish, "filled", shelf.put(fill(wish.problem, order.device, candidates, present, order.make, order.seed)))
+            defended = _defended(wish.problem, candidates)
+            return Done(wish, "filled", shelf.put(fill(wish.problem, order.device, candidates, present, order.make, order.seed, defended)))
         shelf.write()
         result = search.tune(
             wish.problem, order.device, budget=order.trials(wish), seconds=order.seconds, seed=order.seed, executor=order.executor,
@@ -146,6 +147,14 @@ def _done(wish: Wish, order: _Order, shelf: Shelf, predicted: Predicted | None) 
     if result.partial:
         raise KeyboardInterrupt
     return Done(wish, "searched", result.change)
+
+
+def _defended(problem: Problem, candidates: Sequence[Variant]) -> Sequence[Variant]:
+    """With query groups, what won nearest.
+
+    Where few K/V heads are left, variants that take them in another order are alike; the one is wanted that is better where there are more.
+    """
+    return candidates[:1] if problem.gqa_group > 1 else ()
 
 
 def _prepare(wishes: Iterable[Wish], order: _Order, shelf: Shelf, coming: Ahead) -> None:
@@ -204,18 +213,17 @@ def fill(
     known: Sequence[TableEntry],
     make: search.EvaluatorFactory,
     seed: int = 0,
+    defended: Sequence[Variant] = (),
 ) -> TableEntry:
     """The entry of a problem by timing candidates side by side, without a search. Certificates of the same text are not made again.
 
-    With query groups the first candidate, which won nearest, gives way only to what is clearly faster: where few K/V heads are left, variants
-    that take them in another order are alike, and the one is wanted that is better where there are more. Raises UnsupportedProblem when none of them can run.
+    What is `defended`, as the fallback always is, gives way only to what is clearly faster. Raises UnsupportedProblem when nothing can run.
     """
     bounds = search.bind_supported(problem, device)
     families = {bound.space.family: bound for bound in bounds}
     variants = [each for each in candidates if each.family in families and not families[each.family].explain(each)]
     fallback = near.fallback_of(bounds)
-    nearest = variants[:1] if problem.gqa_group > 1 else []
-    incumbents = list(dict.fromkeys([*nearest, *([fallback] if fallback is not None else [])]))
+    incumbents = [each for each in dict.fromkeys([*defended, fallback]) if each is not None]
     evaluator = make(bounds, problem, device, seed)
     try:
         sound = _sound(evaluator, families, list(dict.fromkeys([*variants, *incumbents])))
@@ -304,7 +312,7 @@ def refresh(
 def _refreshed(entry: TableEntry, shelf: Shelf, make: search.EvaluatorFactory, seed: int) -> table.Change | FlashgenError:
     candidates = [entry.variant, *([entry.runner_up[0]] if entry.runner_up else [])]
     try:
-        made = fill(entry.problem, shelf.device, candidates, (), make, seed)
+        made = fill(entry.problem, shelf.device, candidates, (), make, seed, candidates[:1])
         return shelf.put(replace(made, provenance=_kept(entry.provenance, made.provenance)))
     except FlashgenError as problem:
         return problem

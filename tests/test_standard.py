@@ -327,8 +327,9 @@ def test_the_fallback_defends_a_filled_problem_and_with_query_groups_what_won_ne
     asked = replace(problem(mask=Mask()), heads_q=4, heads_kv=4)
     first, second = variant(asked, block_q=32, num_warps=2), variant(asked, block_q=128)
     fallback = near.fallback_of(search.bind_families(asked, H200))
-    standard.fill(asked, H200, [first, second], (), Imagined)
-    standard.fill(replace(asked, heads_kv=2), H200, [first, second], (), Imagined)
+    for heads_kv in (4, 2):
+        same = replace(asked, heads_kv=heads_kv)
+        standard.fill(same, H200, [first, second], (), Imagined, defended=standard._defended(same, [first, second]))
     assert [each.defended for each in CREATED] == [[fallback], [first, fallback]]
 
 
