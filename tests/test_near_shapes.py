@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from statistics import median
 
 from flashgen import paths, table
 
@@ -25,3 +27,18 @@ def test_shapes_lie_inside_a_table_and_none_is_in_it() -> None:
 def test_a_summary_gives_median_and_worst_and_counts_near_matches() -> None:
     rows = [{"ratio": ratio, "near": near} for ratio, near in ((1.2, "a"), (1.0, "b"), (1.01, None))]
     assert near_shapes.summary(rows) == "3 shapes, 2 served by a near match: median 1.010, worst 1.200"
+
+
+RECORDED = Path(__file__).parent / "recorded" / "h200-near-shapes"
+
+
+def test_recorded_ratios_follow_from_their_rounds_and_shapes_from_their_table() -> None:
+    """Some of the 40 shapes, on one H200; where the search found what was served there was nothing to time."""
+    found = table.read(RECORDED / "nvidia-h200.yaml", strict=True)
+    asked = {str(each) for each in near_shapes.between(found, 40, 0)}
+    rows = [row for path in sorted(RECORDED.glob("near*.json")) for row in json.loads(path.read_text())["rows"]]
+    assert rows and len({row["problem"] for row in rows}) == len(rows) and {row["problem"] for row in rows} <= asked
+    for row in rows:
+        times = {name: median(each) for name, each in row["samples_us"].items()}
+        assert row["ratio"] == (times[row["served"]] / min(times.values()) if times else 1.0)
+        assert bool(times) == (row["served"] != row["tuned"])
