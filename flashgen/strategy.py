@@ -135,9 +135,14 @@ class Strategy:
         return opening + [family.ranked[0] for family in self.families.values() if family.ranked and family not in promising]
 
     def _from(self, start: Sequence[Variant], budget: int) -> list[Variant]:
-        """A first round that begins with `start`, as far as it is feasible here; empty where nothing is."""
+        """A first round that begins with `start`, as far as it is feasible here; empty where nothing is.
+
+        All of it is tried, however small the budget: what won nearby is a better guess than what would take its place.
+        """
         feasible = [each for each in start if each.family in self.families and each in self.families[each.family].predicted]
-        return [*feasible, *self.families[feasible[0].family].head()][: max(1, budget // 2)] if feasible else []
+        if not feasible:
+            return []
+        return [*feasible, *self.families[feasible[0].family].head()][: max(len(feasible), budget // 2)]
 
     def _by_promise(self) -> list[_Family]:
         """Best measured first; a family whose results are not in yet counts by its prediction."""
