@@ -40,6 +40,7 @@ from flashgen.render import render
 from flashgen.space import Space, load_space
 from flashgen.staleness import bare
 from flashgen.table import Table, parse, render_table
+from flashgen.table_tools import limits_of
 
 _LAUNCHED = re.compile(r"^FG_KERNEL\(\w+, fg::(\w+),", re.MULTILINE)
 _ZIP_DATE = (1980, 1, 1, 0, 0, 0)
@@ -86,6 +87,8 @@ def build(table: Table, entries: Sequence[TableEntry], architectures: Sequence[s
     content: dict[str, bytes] = {}
     for entry in entries:
         space = load_space(entry.variant.family)
+        if other := space.bind(entry.problem, limits_of(table.device)).altered(entry.variant):
+            raise InvalidTable(f"The entry for {entry.problem} is not one of its space: another variant would run, {other}.")
         source = render(space, entry.problem.klass(), entry.variant)
         own = compiler.architecture(source, table.device.sm)
         for arch in dict.fromkeys((own, *(_form(source, each) for each in architectures))):

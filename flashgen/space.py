@@ -193,6 +193,19 @@ class BoundSpace:
                 raise InfeasibleVariant(f"{self.space.family}: {name} = {values[name]} stands only where {condition.when.text!r} is false.")
         return Variant.of(self.space.family, values)
 
+    def altered(self, variant: Variant) -> str:
+        """What the conditions make of a variant that was not made for a problem of this kind, in words; empty where it stays as it is."""
+        settled = self.variant(variant.as_dict()).as_dict()
+        return ", ".join(f"{name} {value} → {settled[name]}" for name, value in variant.params if value != settled[name])
+
+    def adapted(self, variant: Variant) -> Variant | None:
+        """What a variant of another problem is for this one, conditions applied; None where that is no variant or breaks a constraint."""
+        try:
+            found = self.variant(variant.as_dict())
+        except InfeasibleVariant:
+            return None
+        return None if self.explain(found) else found
+
     def names(self, variant: Variant) -> dict[str, int]:
         """Every parameter, derived, problem.* and device.* value."""
         if self._latest is not None and self._latest[0] == variant:  # a prediction asks for the same variant several times

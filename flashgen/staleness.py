@@ -150,6 +150,8 @@ def assess(
         return Assessment(entry, State.REFUSED, str(problem).rstrip("."), notes)
     if violated:
         return Assessment(entry, State.REFUSED, "; ".join(violated), notes, source.digest)
+    if other := bound.altered(entry.variant):
+        return Assessment(entry, State.REFUSED, f"another variant would run: {other}", notes, source.digest)
     return _judge(entry, source, owner, tools, compile_, recompile, notes)
 
 

@@ -132,7 +132,7 @@ def tune(
 def _done(wish: Wish, order: _Order, shelf: Shelf, predicted: Predicted | None) -> Done:
     """One problem of a list. Raises KeyboardInterrupt for a search that was stopped."""
     present = shelf.entries()
-    candidates = neighbours(wish.problem, present)
+    candidates = neighbours(wish.problem, order.device, present)
     try:
         if candidates and not wish.searched:
             defended = _defended(wish.problem, candidates)
@@ -164,17 +164,18 @@ def _prepare(wishes: Iterable[Wish], order: _Order, shelf: Shelf, coming: Ahead)
     for wish in wishes:
         if wish.problem in coming or order.is_kept(wish.problem, shelf):
             continue
-        nearby = neighbours(wish.problem, entries) if _kin(wish.problem) in known else []
+        nearby = neighbours(wish.problem, order.device, entries) if _kin(wish.problem) in known else []
         if wish.searched:
             coming.search(wish.problem, order.trials(wish) or search.DEFAULT_BUDGET[order.executor], order.seed, nearby)
         elif nearby:
             coming.fill(wish.problem, nearby)
 
 
-def neighbours(problem: Problem, entries: Sequence[TableEntry], most: int = NEIGHBOURS) -> list[Variant]:
+def neighbours(problem: Problem, device: DeviceLimits, entries: Sequence[TableEntry], most: int = NEIGHBOURS) -> list[Variant]:
     """The best for the nearest problems of the same head dims, operation and mask; any type and any distance.
 
-    What won and what came second, then, where that is not enough, the next best in the journals of their searches.
+    What won and what came second, then, where that is not enough, the next best in the journals of their searches; all of them as they are
+    for `problem`, without what it does not allow.
     """
     kin = _kin(problem)
 
@@ -184,15 +185,27 @@ def neighbours(problem: Problem, entries: Sequence[TableEntry], most: int = NEIG
         return entry.problem.dtype is not problem.dtype, grouped, float(sum(abs(one - other) for one, other in steps)), str(entry.problem)
 
     nearest = sorted((entry for entry in entries if _kin(entry.problem) == kin), key=apart)
-    found: dict[Variant, None] = {}
-    for entry in nearest:
-        found[entry.variant] = None
-        if entry.runner_up is not None:
-            found[entry.runner_up[0]] = None
+    bounds = _bounds(problem, device) if nearest else {}
+    best = (each for entry in nearest for each in (entry.variant, entry.runner_up[0] if entry.runner_up else None))
+    found = _adapted(best, bounds)
     if len(found) < most:
         searched = [_ranked(entry) for entry in nearest if entry.provenance.sampler != "neighbours"]
-        found |= dict.fromkeys(each for place in zip_longest(*searched) for each in place if each is not None)
-    return list(found)[:most]
+        found = _adapted([*found, *(each for place in zip_longest(*searched) for each in place)], bounds)
+    return found[:most]
+
+
+def _bounds(problem: Problem, device: DeviceLimits) -> dict[str, BoundSpace]:
+    """By family, those that compute a problem; empty where none does."""
+    try:
+        return {bound.space.family: bound for bound in search.bind_supported(problem, device)}
+    except UnsupportedProblem:
+        return {}
+
+
+def _adapted(variants: Iterable[Variant | None], bounds: Mapping[str, BoundSpace]) -> list[Variant]:
+    """Each once, as it is for a problem with these bounds; without those that it does not allow."""
+    known = (each for each in variants if each is not None and each.family in bounds)
+    return [each for each in dict.fromkeys(bounds[each.family].adapted(each) for each in known) if each is not None]
 
 
 def _kin(problem: Problem) -> ProblemClass:
@@ -221,9 +234,8 @@ def fill(
     """
     bounds = search.bind_supported(problem, device)
     families = {bound.space.family: bound for bound in bounds}
-    variants = [each for each in candidates if each.family in families and not families[each.family].explain(each)]
-    fallback = near.fallback_of(bounds)
-    incumbents = [each for each in dict.fromkeys([*defended, fallback]) if each is not None]
+    variants = _adapted(candidates, families)
+    incumbents = _adapted([*defended, near.fallback_of(bounds)], families)
     evaluator = make(bounds, problem, device, seed)
     try:
         sound = _sound(evaluator, families, list(dict.fromkeys([*variants, *incumbents])))

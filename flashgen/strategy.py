@@ -37,7 +37,7 @@ class Strategy:
     promising family its seeds and some of the cost model's best; from then on the family with the best time so far gets all trials: by the
     sampler, and in the last third among the variants one parameter away from the best, so that independent searches end alike. Seeds come
     before the cost model's best because a model can be wrong about what spills. Where it is known what won for a near problem, that is the
-    first round, with the head of the winner's family; other families get nothing.
+    first round, with the head of the winner's family; other families get nothing as long as that one runs.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Strategy:
         """Name for the provenance of an entry."""
         first = (self._from(start, budget) or self._first_round(budget)) if self.sampler == "tpe" else self._all_by_cost()
         self._opening = deque(first)
+        self._begun_with = {variant.family for variant in start} if self.sampler == "tpe" else set()
 
     @property
     def foreseen(self) -> int:
@@ -139,16 +140,19 @@ class Strategy:
 
         All of it is tried, however small the budget: what won nearby is a better guess than what would take its place.
         """
-        feasible = [each for each in start if each.family in self.families and each in self.families[each.family].predicted]
+        known = [each for each in start if each.family in self.families]
+        adapted = dict.fromkeys(self.families[each.family].bound.adapted(each) for each in known)
+        feasible = [each for each in adapted if each is not None and each in self.families[each.family].predicted]
         if not feasible:
             return []
         return [*feasible, *self.families[feasible[0].family].head()][: max(len(feasible), budget // 2)]
 
     def _by_promise(self) -> list[_Family]:
-        """Best measured first; a family whose results are not in yet counts by its prediction."""
+        """Best measured first; a family whose results are not in yet counts by its prediction. What won nearby goes before both."""
 
-        def promise(family: _Family) -> float:
-            return family.best_predicted if family.best_measured is None else family.best_measured
+        def promise(family: _Family) -> tuple[bool, float]:
+            begun = family.bound.space.family in self._begun_with and not family.fails
+            return not begun, family.best_predicted if family.best_measured is None else family.best_measured
 
         return sorted((family for family in self.families.values() if family.ranked), key=promise)
 
@@ -177,6 +181,11 @@ class _Family:
     @property
     def best_predicted(self) -> float:
         return self.predicted[self.ranked[0]]
+
+    @property
+    def fails(self) -> bool:
+        """Whether there are results, and none is a time."""
+        return bool(self._results) and self.best_measured is None
 
     @cached_property
     def ordinals(self) -> dict[Variant, tuple[int, ...]]:

@@ -17,7 +17,8 @@ LENGTHS = tuple(2**power for power in range(9, 16))
 SPARSE = (1024, 4096, 16_384)  # every length of the range is within a factor of two of one of these
 SEARCHED = {Op.FORWARD: (1024, 4096, 16_384), Op.BACKWARD: (1024, 8192)}
 BUDGET = 32  # trials of a search: the seeds of the families that can win, and some of the cost model's best
-LATER_BUDGET = {Op.FORWARD: 20, Op.BACKWARD: 12}  # of one that begins with what won at another length, or without groups
+LATER_BUDGET = {Op.FORWARD: 20, Op.BACKWARD: 12}  # of one that begins with what won at another length
+GROUPS_BUDGET = 24  # of one that begins with what won without groups, where other kernels win: all seeds are tried too
 GROUPS = (4, 8)
 SEARCHED_GROUPS = {Op.FORWARD: (), Op.BACKWARD: ((1024, 8),)}  # length, heads per group: sums over a group ask for kernels of their own
 OTHER_BATCHES = {Op.FORWARD: (512, 2048), Op.BACKWARD: (1024,)}  # lengths at which batch is also 1, and eight times as large
@@ -104,7 +105,7 @@ def _filled(wish: Wish, **changes: object) -> Wish:
 
 def _group_wish(problem: Problem, group: int) -> Wish:
     searched = (problem.seqlen_q, group) in SEARCHED_GROUPS[problem.op]
-    return Wish(_grouped(problem, group), searched, LATER_BUDGET[problem.op] if searched else None)
+    return Wish(_grouped(problem, group), searched, GROUPS_BUDGET if searched else None)
 
 
 def _grouped(problem: Problem, group: int) -> Problem:

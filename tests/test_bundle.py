@@ -96,6 +96,13 @@ def test_a_stale_entry_is_not_bundled(no_compiler: None, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
+def test_an_entry_of_which_another_variant_would_run_is_not_bundled(no_compiler: None, tmp_path: Path) -> None:
+    found = table_of(tmp_path / "a.yaml", gradients(clear_ahead=32))
+    with pytest.raises(InvalidTable, match=r"another variant would run, clear_ahead 32 → 0"):
+        bundle.write(tmp_path / "out", found, found.entries)
+    assert not (tmp_path / "out").exists()
+
+
 def test_machine_code_that_is_neither_stored_nor_to_be_made_is_named(no_compiler: None, tmp_path: Path) -> None:
     found = table_of(tmp_path / "a.yaml", entry(problem(head_dim=32)))
     with pytest.raises(CompileError, match="no NVRTC here"):

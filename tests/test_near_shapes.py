@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from flashgen import paths, table
+from flashgen import device, near, paths, table
 
 sys.path.insert(0, str(Path(__file__).parent / "device"))
 import near_shapes
@@ -27,6 +27,15 @@ def test_shapes_lie_inside_a_table_and_none_is_in_it() -> None:
 def test_a_summary_gives_median_and_worst_and_counts_near_matches() -> None:
     rows = [{"ratio": ratio, "near": near} for ratio, near in ((1.2, "a"), (1.0, "b"), (1.01, None))]
     assert near_shapes.summary(rows) == "3 shapes, 2 served by a near match: median 1.010, worst 1.200"
+
+
+def test_rows_stay_that_are_served_as_they_were() -> None:
+    found = table.read(paths.shipped_tables() / "nvidia-h200.yaml", strict=True)
+    asked, limits = near_shapes.between(found, 3, 0), device.preset("h200")
+    served = [near.look_up(each, limits, [found]).found for each in asked]
+    rows = [{"problem": str(each), "served": str(by.entry.variant)} for each, by in zip(asked, served, strict=True) if by]
+    other = {**rows[1], "served": "hopper_forward[block_kv=64]"}
+    assert near_shapes.still([rows[0], other, rows[2]], asked[:2], [found], limits) == [rows[0]]
 
 
 RECORDED = Path(__file__).parent / "recorded" / "h200-near-shapes"

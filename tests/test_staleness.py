@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shipping import H200, NVRTC, compiled, entry, invented_cubin, problem, source_of, stale, table_of, variant
+from shipping import H200, NVRTC, compiled, entry, gradients, invented_cubin, problem, source_of, stale, table_of, variant
 
 from flashgen import device, staleness, table
 from flashgen.compiler import compile_source
@@ -113,6 +113,13 @@ def test_a_variant_that_left_its_space_is_refused_with_the_parameter() -> None:
     of = entry()
     found = state(replace(of, variant=replace(of.variant, params=(("block_q", 48), *of.variant.params[1:]))))
     assert found.state is State.REFUSED and "block_q" in found.reason
+
+
+def test_an_entry_of_which_another_variant_would_run_is_refused() -> None:
+    """Its certificate and its time speak of a kernel that nobody gets."""
+    assert state(gradients()).state is State.VALID
+    found = state(gradients(clear_ahead=32))
+    assert (found.state, found.reason) == (State.REFUSED, "another variant would run: clear_ahead 32 → 0")
 
 
 def test_an_emulated_certificate_speaks_of_the_text_whatever_the_compiler() -> None:

@@ -295,8 +295,17 @@ def test_neighbours_are_the_nearest_winners_and_runners_up_each_once() -> None:
     second = variant(problem(2048, mask=Mask()), block_kv=48)
     entries = [far, replace(near, runner_up=(second, 110.0)), entry(problem(1024)), entry(problem(1024, head_dim=128, mask=Mask()))]
     half = replace(problem(1024, mask=Mask()), dtype=DType.FLOAT16)
-    assert standard.neighbours(half, entries) == [near.variant, second, far.variant]
-    assert standard.neighbours(half, entries, most=2) == [near.variant, second]
+    assert standard.neighbours(half, H200, entries) == [near.variant, second, far.variant]
+    assert standard.neighbours(half, H200, entries, most=2) == [near.variant, second]
+
+
+def test_neighbours_are_what_they_are_for_the_problem_and_so_is_what_is_filled_from_them() -> None:
+    from shipping import gradients
+
+    odd, known = gradients(clear_ahead=32), gradients()
+    assert standard.neighbours(odd.problem, H200, [odd, known]) == [known.variant]
+    made = standard.fill(odd.problem, H200, [odd.variant], (), Imagined, 0, [odd.variant])
+    assert made.variant == known.variant
 
 
 def test_neighbours_come_from_the_journals_of_searches_where_winners_are_few(tmp_path: Path) -> None:
@@ -304,14 +313,14 @@ def test_neighbours_come_from_the_journals_of_searches_where_winners_are_few(tmp
     run([wishes.Wish(asked, budget=12)], path, budget=12)
     (found,) = table.read(path, strict=True).entries
     half = replace(asked, dtype=DType.FLOAT16)
-    best = standard.neighbours(half, [found])
+    best = standard.neighbours(half, H200, [found])
     assert len(best) == standard.NEIGHBOURS and best[0] == found.variant and len(set(best)) == len(best)
     times = [CREATED[0].us(each) for each in best[2:]]
     assert times == sorted(times)
     (paths.study_store() / "torn.jsonl").write_text("{")
     for journal in paths.study_store().glob("*.jsonl"):
         journal.write_text(journal.read_text().replace(load_space("ampere_forward").digest, "0" * 64))
-    assert len(standard.neighbours(half, [found])) == 2, "variants of other spaces are no candidates"
+    assert len(standard.neighbours(half, H200, [found])) == 2, "variants of other spaces are no candidates"
 
 
 def test_filling_takes_the_fastest_exact_candidate() -> None:

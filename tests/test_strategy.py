@@ -74,6 +74,24 @@ def test_what_won_nearby_comes_first_then_the_head_of_its_family_and_no_other_fa
     assert proposed[:3] == start and proposed[3:] == [each for each in mine.seeds() if each not in start][:3]
 
 
+def test_where_something_won_nearby_a_family_that_promises_more_gets_nothing_unless_that_fails() -> None:
+    spaces = [space.bind(PROBLEM, H200) for space in load_spaces(PROBLEM.op)]
+    families = {each.space.family: each for each in spaces}
+    slow = families["simt_forward"].feasible()[::5][:8]
+    assert len(families["simt_forward"].feasible()) > 16
+
+    def tried(outcome: Outcome) -> list[str]:
+        strategy, simulated = Strategy(spaces, 12, 0, start=slow), Simulated(spaces, PROBLEM, H200, 0)
+        if outcome is not Outcome.OK:
+            simulated.fails = lambda number, variant: Trial(variant, outcome) if variant.family == "simt_forward" else None
+        drive(strategy, simulated, 12)
+        assert simulated.ran[:8] == slow  # all of it, though it is more than half of the budget
+        return [variant.family for variant in simulated.ran[8:]]
+
+    assert set(tried(Outcome.OK)) == {"simt_forward"}
+    assert "simt_forward" not in tried(Outcome.LAUNCH_FAILED)
+
+
 def test_a_start_of_which_nothing_is_feasible_is_no_start() -> None:
     spaces = [bound()]
     plain, other = Strategy(spaces, 30, 0), Strategy(spaces, 30, 0, start=[Variant.of("simt_forward", {"block_q": 7})])

@@ -4,7 +4,8 @@
     python tests/device/near_shapes.py --read out1.json out2.json
 
 Both kernels are timed in one run, in random order, with a cold L2; one line of figures per shape, kept in the JSON with every round. Shapes
-that `out.json` holds already are left as they are, so a run that was stopped goes on; `--part` shares one list among several GPUs.
+that `out.json` holds already are left as they are, so a run that was stopped goes on, unless the table serves them otherwise by now;
+`--part` shares one list among several GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flashgen import search, standard, table, table_tools
+from flashgen import near, search, standard, table, table_tools
 from flashgen.backends import DeviceBackend
 from flashgen.device import present
 from flashgen.dispatch import Answer, Dispatcher
@@ -45,6 +46,17 @@ def between(found: table.Table, count: int, seed: int) -> list[Problem]:
         if table.full_key(asked) not in known:
             chosen[asked] = None
     return list(chosen)
+
+
+def still(rows: Sequence[dict[str, Any]], asked: Sequence[Problem], tables: Sequence[table.Table], limits: DeviceLimits) -> list[dict[str, Any]]:
+    """Those rows of shapes that are asked for which are served as they were when the row was made."""
+    by_name = {str(each): each for each in asked}
+    kept = []
+    for row in rows:
+        found = near.look_up(by_name[row["problem"]], limits, tables).found if row["problem"] in by_name else None
+        if found is not None and str(found.entry.variant) == row["served"]:
+            kept.append(row)
+    return kept
 
 
 def compared(
@@ -98,9 +110,11 @@ def main() -> None:
     file = table_tools.find([options.table])[0]
     found, dispatcher = table.read(file, strict=True), Dispatcher(DeviceBackend(0), [file.parent])
     part, count = map(int, options.part.split("/"))
+    wanted = between(found, options.shapes, 0)[part - 1 :: count]
     rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    rows = still(rows, wanted, table.load_all([file.parent]), limits)
     done = {row["problem"] for row in rows}
-    left = [asked for asked in between(found, options.shapes, 0)[part - 1 :: count] if str(asked) not in done]
+    left = [asked for asked in wanted if str(asked) not in done]
     with standard.evaluators(ExecutorName.DEVICE) as make, standard.ahead(make, limits) as coming:
         for number, asked in enumerate(left):
             if time.monotonic() - started + LONGEST_S > options.within:
