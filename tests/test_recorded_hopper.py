@@ -11,7 +11,7 @@ import pytest
 from test_recorded import ROOT, recording, speed_table, stale
 
 from flashgen import paths, table
-from flashgen.model import DType, Mask, Problem
+from flashgen.model import DType, Mask, Problem, TableEntry
 
 FOLDER = ROOT / "tests" / "recorded" / "h200-hopper"
 PEERS = ("sdpa-cudnn", "fa3", "fa4")
@@ -87,15 +87,31 @@ def test_the_recorded_kernels_are_those_of_today(name: str) -> None:
     assert not found, f"the kernels changed since {name}.json; record it again with tests/device/study_of_speed.py: {found}"
 
 
-def test_the_shipped_table_serves_what_was_compared() -> None:
-    shipped = table.read(paths.shipped_tables() / "nvidia-h200.yaml", strict=True)
-    variants = {table.full_key(entry.problem): str(entry.variant) for entry in shipped.entries}
+def shipped() -> dict[object, TableEntry]:
+    found = table.read(paths.shipped_tables() / "nvidia-h200.yaml", strict=True)
+    return {table.full_key(entry.problem): entry for entry in found.entries}
+
+
+def gave_way(entry: TableEntry, row: dict[str, Any]) -> bool:
+    """Whether what was compared has lost since, timed side by side on the same GPU, to what is served now."""
+    if str(entry.variant) == row["entry"]:
+        return False
+    second = entry.runner_up
+    assert second is not None and str(second[0]) == row["entry"] and entry.measurement.median_us < second[1]
+    return True
+
+
+def test_the_shipped_table_serves_what_was_compared_or_what_was_timed_faster_beside_it() -> None:
+    entries = shipped()
+    gone = 0
     for row in rows("main"):
         mask, heads = Mask.causal() if row["mask"] == "causal" else Mask(), row["heads"]
         asked = Problem(
             DType.BFLOAT16, row["head_dim"], row["head_dim"], row["batch"], heads, row["kv_heads"], row["seqlen"], row["seqlen"], mask
         )
-        assert variants[table.full_key(asked)] == row["entry"]
+        gone += gave_way(entries[table.full_key(asked)], row)
+    said = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{gone} of the {len(rows('main'))} have since given way to faster ones" in said
 
 
 # The README -------------------------------------------------------------------------------------------------------------
@@ -121,7 +137,7 @@ def sentences() -> list[str]:
         f"{min(feasible):,} to {max(feasible):,} feasible variants",
         f"within 1 % of their best after {min(reached)} to {max(reached)} trials, {median(reached):g} in the median",
         f"head dims 80, 96 and 192: {geomean([ratio(row) for row in rows('head_dims')]):.2f}",
-        f"float16: {geomean([ratio(row) for row in rows('fp16')]):.2f}",
+        f"float16, looking at every score: {geomean([ratio(row) for row in rows('fp16')]):.2f}",
         f"32 query heads on 8: {min(ratio(row) for row in rows('gqa')):.2f} to {max(ratio(row) for row in rows('gqa')):.2f}",
         f"at most {max(wide) - 1:.0%}".replace("%", " %"),
     ]
