@@ -202,7 +202,8 @@ def dropped(text: str) -> str:
 LAUGHS = "- &a0 [x, x]\n" + "".join(f"      - &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 HARMS: dict[str, tuple[Callable[[str], str], str]] = {
     "one flipped bit": (flipped, "cut or edited"),
-    "cut in the middle": (lambda text: text[: len(text) // 2], "not readable as YAML"),
+    "cut within brackets": (lambda text: text[: text.index("params: {", len(text) // 2) + 20], "not readable as YAML"),
+    "cut within a word": (lambda text: text[: text.index("runner_up:\n", len(text) // 2) + 26], "Expected `object"),
     "cut after an entry": (lambda text: text[: text.index(ENTRY, len(text) // 2)], "cut or edited"),
     "one entry dropped": (dropped, "cut or edited"),
     "two entries swapped": (swapped, "cut or edited"),
