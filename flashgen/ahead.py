@@ -27,7 +27,7 @@ from flashgen.space import Space, load_space
 from flashgen.strategy import Predicted, Strategy
 from flashgen.worker import MeasuringChild
 
-TEXTS = 256
+TEXTS = 512
 RANKING_SECONDS = 60.0
 START_SECONDS = 30.0
 END_SECONDS = 5.0
@@ -35,7 +35,7 @@ END_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """What a search finds out before its first trial: predicted times, and the texts of the proposals that no result can change."""
+    """What a search finds out before its first trial: predicted times, and the texts of its first proposals."""
 
     predicted: dict[str, array[float]]
     opening: tuple[Source, ...]
@@ -45,7 +45,7 @@ def ranking(problem: Problem, device: DeviceLimits, budget: int, seed: int, star
     """The ranking of a search for `problem` among all families, begun with `start`. Raises as `search.bind_families`."""
     strategy = Strategy(search.bind_families(problem, device), budget, seed, start=start)
     predicted = {name: array("d", map(each.predicted.__getitem__, each.bound.feasible())) for name, each in strategy.families.items()}
-    return Ranking(predicted, tuple(Texts().all_of(problem, strategy.opening()[:budget])))
+    return Ranking(predicted, tuple(Texts().all_of(problem, strategy.foreseeable())))
 
 
 def ranking_task(_: None, *arguments: Any) -> Ranking:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 COST_BEST = 10  # variants taken from the cost model's ranking before the sampler starts
 CLIMB_AFTER = 2 / 3  # of the budget: from here on, neighbours of the best come before the sampler's wishes
 CLIMB_FROM = 3  # best variants whose neighbours are tried
+OTHERS = 3  # trials in the first round of a family that is not predicted to be the best: enough to see that the model is wrong
 HOPELESS = 3.0  # a family predicted to be so many times slower than the best gets one trial
+LOST = 10.0  # one so many times slower gets none, as long as another family runs
 MAX_ASKS = 6  # asks in a row without a new feasible variant before the last one's neighbour is taken
 
 Cost = Callable[[BoundSpace, Variant], float]
@@ -33,11 +35,12 @@ Predicted = Mapping[str, Sequence[float]]
 class Strategy:
     """Proposes variants of several families for one problem and budget.
 
-    The feasible set fits the budget: everything, seeds first, then in the order of the cost model. Otherwise a first round gives every
-    promising family its seeds and some of the cost model's best; from then on the family with the best time so far gets all trials: by the
-    sampler, and in the last third among the variants one parameter away from the best, so that independent searches end alike. Seeds come
-    before the cost model's best because a model can be wrong about what spills. Where it is known what won for a near problem, that is the
-    first round, with the head of the winner's family; other families get nothing as long as that one runs.
+    The feasible set fits the budget: everything, seeds first, then in the order of the cost model. Otherwise a first round gives the family
+    with the best prediction its seeds and some of the cost model's best, and other promising ones some trials; from then on the family with
+    the best time so far gets all: what is left of its seeds and of the model's best, then by the sampler, and in the last third among the
+    variants one parameter away from the best, so that independent searches end alike. Seeds come before the cost model's best because a
+    model can be wrong about what spills. Where it is known what won for a near problem, that is the first round, with the head of the
+    winner's family; other families get nothing as long as that one runs.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Strategy:
         self._climbs = budget - self._climb_after
         self._known: dict[Variant, Trial] = {}
         self._pending: set[Variant] = set()
+        self._budget = budget
         self.sampler = "enumeration" if self.exhaustive else "cost_model" if by_cost_only else "tpe"
         """Name for the provenance of an entry."""
         first = (self._from(start, budget) or self._first_round(budget)) if self.sampler == "tpe" else self._all_by_cost()
@@ -79,12 +83,22 @@ class Strategy:
         """The proposals to come that no result can change, in their order."""
         return [variant for variant in dict.fromkeys(self._opening) if not self._seen(variant)]
 
-    def likely(self) -> list[Variant]:
-        """Variants that may be proposed soon if nothing better turns up: those beside the best so far, where such come at all."""
+    def foreseeable(self) -> list[Variant]:
+        """The opening, and what follows if the family that begins it turns out to be the best; as much as the budget has room for."""
+        opening = self.opening()
+        following = self.families[opening[0].family].head() if opening and self.sampler == "tpe" else []
+        return list(dict.fromkeys([*opening, *(variant for variant in following if not self._seen(variant))]))[: self._budget]
+
+    def likely(self, beside: bool = True) -> list[Variant]:
+        """Variants that may be proposed soon if nothing better turns up; only where a sampler comes at all.
+
+        What is left of the seeds and the cost model's best of the family that leads, and, with `beside`, those beside the best so far.
+        """
         if self.sampler != "tpe":
             return []
-        found = self._by_promise()[0].beside_the_best(self._known, self._pending)
-        return list(islice(dict.fromkeys(found), self._climbs))
+        leading, left = self._by_promise()[0], self._budget - len(self._known) - len(self._pending)
+        found = [variant for variant in leading.head() if not self._seen(variant)][: max(0, left)]
+        return found + (list(islice(dict.fromkeys(leading.beside_the_best(self._known, self._pending)), self._climbs)) if beside else [])
 
     def next(self) -> Variant | None:
         """A feasible variant that was not proposed before; None when there is none left."""
@@ -132,8 +146,11 @@ class Strategy:
     def _first_round(self, budget: int) -> list[Variant]:
         promising = self._promising()
         share = max(1, budget // (2 * len(promising))) if len(promising) > 1 else budget
-        opening = [variant for family in promising for variant in family.head()[:share]]
-        return opening + [family.ranked[0] for family in self.families.values() if family.ranked and family not in promising]
+        first, *others = (family.head()[:share] for family in promising)
+        few = [variant for head in others for variant in head[:OTHERS]]  # soon, so that their times are there when the opening is over
+        hopeless = [family for family in self.families.values() if family.ranked and family not in promising]
+        lost = LOST * promising[0].best_predicted
+        return [*first[:2], *few, *first[2:], *(family.ranked[0] for family in hopeless if family.best_predicted <= lost)]
 
     def _from(self, start: Sequence[Variant], budget: int) -> list[Variant]:
         """A first round that begins with `start`, as far as it is feasible here; empty where nothing is.
@@ -148,11 +165,14 @@ class Strategy:
         return [*feasible, *self.families[feasible[0].family].head()][: max(len(feasible), budget // 2)]
 
     def _by_promise(self) -> list[_Family]:
-        """Best measured first; a family whose results are not in yet counts by its prediction. What won nearby goes before both."""
+        """Best measured first; a family whose results are not in yet counts by its prediction.
 
-        def promise(family: _Family) -> tuple[bool, float]:
-            begun = family.bound.space.family in self._begun_with and not family.fails
-            return not begun, family.best_predicted if family.best_measured is None else family.best_measured
+        What won nearby goes before both, what has only failed comes last.
+        """
+
+        def promise(family: _Family) -> tuple[bool, bool, float]:
+            begun = family.bound.space.family in self._begun_with
+            return family.fails, not begun, family.best_predicted if family.best_measured is None else family.best_measured
 
         return sorted((family for family in self.families.values() if family.ranked), key=promise)
 

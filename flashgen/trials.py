@@ -14,7 +14,7 @@ from flashgen.strategy import Strategy
 from flashgen.study import Journal
 
 IN_FLIGHT = 8  # proposals that may run ahead of results; more would blind the sampler
-GUESS_AFTER = 1 / 3  # of the budget: from here on, what may be proposed soon is compiled where nothing else is wanted
+GUESS_AFTER = 1 / 3  # of the budget: from here on, what stands beside the best is compiled where nothing else is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ def run_trials(
         strategy.tell(trial)
         done += trial.outcome is not Outcome.INFEASIBLE
         best = better(best, trial)
-        if GUESS_AFTER * budget <= done < budget - len(queue):
-            runner.expect(strategy.likely())
+        if not strategy.foreseen and done < budget - len(queue):
+            runner.expect(strategy.likely(beside=done >= GUESS_AFTER * budget))
         elapsed = time.monotonic() - started
         progress(TrialEnded(done, budget, trial, best, recorded, elapsed, None if seconds is None else max(0.0, seconds - elapsed)))
         yield trial, recorded

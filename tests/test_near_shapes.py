@@ -10,9 +10,10 @@ from typing import Any
 
 from flashgen import device, near, paths, table
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "device"))
+sys.path.insert(0, str(Path(__file__).parent / "device"))
 import near_shapes
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_shapes_lie_inside_a_table_and_none_is_in_it() -> None:
@@ -68,5 +69,7 @@ def test_near_matches_are_as_good_as_the_docs_say() -> None:
     ratios, untimed = sorted(row["ratio"] for row in rows), sum(not row["samples_us"] for row in rows)
     said = " ".join((ROOT / "docs" / "tables.md").read_text().split())
     assert f"{len(rows)} such shapes: the kernel that served took {median(ratios):.3f} of the time of the best" in said
-    assert f"in the median and {ratios[-1]:.3f} in the worst case" in said and f"in {untimed} of them the search found what was served" in said
+    assert (
+        f"in the median and {ratios[-1]:.3f} in the worst case" in said and f"in {untimed} of them the search found what was served" in said
+    )
     assert median(ratios) <= 1.03 and ratios[-1] <= 1.15 and all(row["near"] for row in rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,7 @@ from flashgen.model import (
     ExecutorName,
     Op,
     Outcome,
+    Problem,
     Trial,
     Variant,
 )
@@ -125,6 +127,24 @@ def test_what_is_likely_is_what_comes_when_nothing_better_turns_up() -> None:
     assert len(guessed) == budget - int(budget * CLIMB_AFTER) and order[-len(guessed) :] == guessed
 
 
+def test_what_is_foreseeable_is_what_comes_when_the_family_that_begins_is_the_best() -> None:
+    problem = replace(PROBLEM, head_dim=128, head_dim_v=128, seqlen_q=4096, seqlen_kv=4096)
+    spaces = [space.bind(problem, H200) for space in load_spaces(problem.op)]
+    strategy, simulated = Strategy(spaces, 32, 0), Simulated(spaces, problem, H200, 0)
+    simulated.true_us = lambda variant: 1.0 if variant.family == "hopper_forward" else 2.0  # type: ignore[method-assign]
+    foreseen, opening = strategy.foreseeable(), strategy.opening()
+    assert len(opening) < len(foreseen) <= 32 and foreseen[: len(opening)] == opening
+    while strategy.foreseen:
+        variant = strategy.next()
+        assert variant is not None
+        strategy.tell(simulated.evaluate(variant, None))
+    following = foreseen[len(opening) :]
+    assert strategy.likely(beside=False) == following
+    drive(strategy, simulated, len(following))
+    assert simulated.ran[-len(following) :] == following
+    assert not strategy.likely(beside=False) and strategy.likely()
+
+
 def test_where_nothing_is_climbed_nothing_is_likely() -> None:
     spaces = [bound()]
     for strategy in (Strategy(spaces, 10_000, 0), Strategy(spaces, 12, 0, by_cost_only=True)):
@@ -182,6 +202,38 @@ def test_a_family_predicted_hopeless_gets_one_trial() -> None:
     simulated = Simulated(spaces, problem, H200, 0)
     drive(Strategy(spaces, 30, 0), simulated, 30)
     assert sum(variant.family == "simt_forward" for variant in simulated.ran) == 1
+
+
+def families_tried(us: Callable[[Variant], float | None], problem: Problem, budget: int = 32) -> list[str]:
+    """Of all families on an H200, which got each trial; None is a launch that fails."""
+    spaces = [space.bind(problem, H200) for space in load_spaces(problem.op)]
+    simulated = Simulated(spaces, problem, H200, 0)
+    simulated.true_us = lambda variant: us(variant) or 0.0  # type: ignore[method-assign]
+    simulated.fails = lambda number, variant: Trial(variant, Outcome.LAUNCH_FAILED) if us(variant) is None else None
+    drive(Strategy(spaces, budget, 0), simulated, budget)
+    return [variant.family for variant in simulated.ran]
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_a_family_that_is_not_predicted_best_gets_a_few_trials_and_all_the_others_if_it_is(op: Op) -> None:
+    problem = replace(PROBLEM, head_dim=128, head_dim_v=128, seqlen_q=4096, seqlen_kv=4096, op=op)
+    pair = {f"hopper_{op}", f"ampere_{op}"}
+    first, second = 0, 0
+    for best in pair:
+        tried = families_tried(lambda variant, best=best: 1.0 if variant.family == best else 2.0, problem)
+        (other,) = pair - {best}
+        assert set(tried) == pair, "a family that is predicted ten times slower is lost"
+        assert set(tried[-16:]) == {best}
+        first += tried[0] == best and tried.count(other) == 3
+        second += tried[0] == other and tried.count(other) == 8
+    assert (first, second) == (1, 1), "whichever is predicted best, and whether it is"
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_a_lost_family_is_tried_when_all_others_fail(op: Op) -> None:
+    problem = replace(PROBLEM, head_dim=128, head_dim_v=128, seqlen_q=4096, seqlen_kv=4096, op=op)
+    tried = families_tried(lambda variant: 1.0 if variant.family == f"simt_{op}" else None, problem)
+    assert set(tried[-10:]) == {f"simt_{op}"}
 
 
 # ------------------------------------------------------------------------------------------------------------------- replay

@@ -48,7 +48,9 @@ def between(found: table.Table, count: int, seed: int) -> list[Problem]:
     return list(chosen)
 
 
-def still(rows: Sequence[dict[str, Any]], asked: Sequence[Problem], tables: Sequence[table.Table], limits: DeviceLimits) -> list[dict[str, Any]]:
+def still(
+    rows: Sequence[dict[str, Any]], asked: Sequence[Problem], tables: Sequence[table.Table], limits: DeviceLimits
+) -> list[dict[str, Any]]:
     """Those rows of shapes that are asked for which are served as they were when the row was made."""
     by_name = {str(each): each for each in asked}
     kept = []
