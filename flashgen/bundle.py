@@ -87,8 +87,10 @@ def build(table: Table, entries: Sequence[TableEntry], architectures: Sequence[s
     content: dict[str, bytes] = {}
     for entry in entries:
         space = load_space(entry.variant.family)
-        if other := space.bind(entry.problem, limits_of(table.device)).altered(entry.variant):
-            raise InvalidTable(f"The entry for {entry.problem} is not one of its space: another variant would run, {other}.")
+        if other := altered(entry, table):
+            raise InvalidTable(
+                f"The entry for {entry.problem} names another variant than runs, {other}. Run `flashgen table refresh` first."
+            )
         source = render(space, entry.problem.klass(), entry.variant)
         own = compiler.architecture(source, table.device.sm)
         for arch in dict.fromkeys((own, *(_form(source, each) for each in architectures))):
@@ -108,6 +110,11 @@ def build(table: Table, entries: Sequence[TableEntry], architectures: Sequence[s
     listed = {name: FileRecord(sha256=bare(digest_of(data)), bytes=len(data)) for name, data in sorted(content.items())}
     content[MANIFEST] = sealed(Manifest(schema=SCHEMA, device=table.device, files=listed, kernels=ordered))
     return content
+
+
+def altered(entry: TableEntry, table: Table) -> str:
+    """What another variant than the entry names runs, in words; empty where it is the same, and the entry's certificate speaks of it."""
+    return load_space(entry.variant.family).bind(entry.problem, limits_of(table.device)).altered(entry.variant)
 
 
 def _form(source: Source, arch: str) -> str:

@@ -33,13 +33,10 @@ def refusal(problem: Problem, device: DeviceLimits) -> Callable[[TableEntry], st
             bound = load_space(entry.variant.family).bind(problem, device)
             variant = bound.variant(entry.variant.as_dict())
             reasons = bound.explain(variant)
-            other = bound.altered(entry.variant)
         except (InfeasibleVariant, InvalidSpace, UnsupportedProblem) as refused:
             return str(refused)
         if reasons:
             return "; ".join(reasons)
-        if other:
-            return f"another variant would run: {other}"
         return None if table.full_key(entry.problem) == table.full_key(problem) else slower_than_fallback(bound, variant, entry)
 
     return refuse

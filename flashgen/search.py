@@ -96,9 +96,9 @@ def tune(
 
     `budget` counts trials, `seconds` limits the time of the trials (the final round comes on top); `fresh` forgets an earlier search. With
     the emulated executor nothing is timed and everything is marked predicted. `predicted` spares the ranking, where it was made before for
-    the same problem and device; `start` is tried first, best first. Ctrl-C and SIGTERM end the search with a partial result.
-    Raises InvalidProblem, UnsupportedProblem, EmptySpace, InvalidTable, NotWritable, MissingDependency before anything runs, and
-    LaunchError when nothing that ran could be used.
+    the same problem and device; `start` is tried first, best first, where not all is tried anyway and something is timed. Ctrl-C and
+    SIGTERM end the search with a partial result. Raises InvalidProblem, UnsupportedProblem, EmptySpace, InvalidTable, NotWritable,
+    MissingDependency before anything runs, and LaunchError when nothing that ran could be used.
     """
     if not 0 <= seed <= LARGEST_SEED:
         raise InvalidProblem(f"The seed must be from 0 to {LARGEST_SEED}; got {seed}.")

@@ -55,6 +55,7 @@ class Note(StrEnum):
     FOREIGN = "foreign"
     SUITE = "suite"
     PREDICTED = "predicted"
+    ALTERED = "altered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,11 @@ class Assessment:
     notes: tuple[tuple[Note, str], ...] = ()
     source_digest: str = ""
     cubin_digest: str = ""
+
+    @property
+    def altered(self) -> bool:
+        """Whether another variant runs than the entry names."""
+        return any(note is Note.ALTERED for note, _ in self.notes)
 
     def current(self, nvrtc: str) -> TableEntry:
         """The entry with the pins of today. Only for a certificate that carries over; the machine code, times and dates stay."""
@@ -145,13 +151,13 @@ def assess(
         space = load_space(entry.variant.family)
         bound = space.bind(entry.problem, device)
         violated = bound.explain(bound.variant(entry.variant.as_dict()))
+        if other := bound.altered(entry.variant):
+            notes = (*notes, (Note.ALTERED, f"another variant runs: {other}"))
         source = text(space, entry.problem.klass(), entry.variant)
     except (InfeasibleVariant, InvalidSpace, UnsupportedProblem) as problem:
         return Assessment(entry, State.REFUSED, str(problem).rstrip("."), notes)
     if violated:
         return Assessment(entry, State.REFUSED, "; ".join(violated), notes, source.digest)
-    if other := bound.altered(entry.variant):
-        return Assessment(entry, State.REFUSED, f"another variant would run: {other}", notes, source.digest)
     return _judge(entry, source, owner, tools, compile_, recompile, notes)
 
 

@@ -60,7 +60,8 @@ class Done:
 def is_current(entry: TableEntry, device: DeviceLimits, tools: Tools, executor: ExecutorName) -> bool:
     """Whether an entry needs no work: today's text and compiler, and as much evidence as `executor` can give."""
     enough = executor is ExecutorName.EMULATED or entry.measurement.source == "measured"
-    return enough and assess(entry, device_record(device), device, tools, None).state.serves
+    found = assess(entry, device_record(device), device, tools, None)
+    return enough and found.state.serves and not found.altered
 
 
 @dataclass(frozen=True, slots=True)

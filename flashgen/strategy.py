@@ -25,6 +25,7 @@ CLIMB_FROM = 3  # best variants whose neighbours are tried
 OTHERS = 3  # trials in the first round of a family that is not predicted to be the best: enough to see that the model is wrong
 HOPELESS = 3.0  # a family predicted to be so many times slower than the best gets one trial
 LOST = 10.0  # one so many times slower gets none, as long as another family runs
+FAILURES = 3  # of a family that nothing else is known of: from here on others go before it
 MAX_ASKS = 6  # asks in a row without a new feasible variant before the last one's neighbour is taken
 
 Cost = Callable[[BoundSpace, Variant], float]
@@ -56,7 +57,8 @@ class Strategy:
     ) -> None:
         """`bounds` are the families on offer, `budget` counts trials, `cost` predicts µs. `by_cost_only` leaves the sampler out.
 
-        `predicted` is what `cost` says of the same bounds, where that is known already; `start` is what won for near problems, best first.
+        `predicted` is what `cost` says of the same bounds, where that is known already; `start` is what won for near problems, best
+        first: it is tried first where the sampler is in use, as far as it is feasible here.
         """
         known = predicted or {}
         self.families = {bound.space.family: _Family(bound, seed, cost, known.get(bound.space.family, ())) for bound in bounds}
@@ -70,9 +72,9 @@ class Strategy:
         self._budget = budget
         self.sampler = "enumeration" if self.exhaustive else "cost_model" if by_cost_only else "tpe"
         """Name for the provenance of an entry."""
-        first = (self._from(start, budget) or self._first_round(budget)) if self.sampler == "tpe" else self._all_by_cost()
-        self._opening = deque(first)
-        self._begun_with = {variant.family for variant in start} if self.sampler == "tpe" else set()
+        known_to_win = self._adapted(start) if self.sampler == "tpe" else []
+        self._begun_with = {variant.family for variant in known_to_win}
+        self._opening = deque(self._from(known_to_win, budget) if known_to_win else self._first(budget))
 
     @property
     def foreseen(self) -> int:
@@ -143,6 +145,9 @@ class Strategy:
         offered = sorted((family for family in self.families.values() if family.ranked), key=lambda family: family.best_predicted)
         return [family for family in offered if family.best_predicted <= HOPELESS * offered[0].best_predicted]
 
+    def _first(self, budget: int) -> list[Variant]:
+        return self._first_round(budget) if self.sampler == "tpe" else self._all_by_cost()
+
     def _first_round(self, budget: int) -> list[Variant]:
         promising = self._promising()
         share = max(1, budget // (2 * len(promising))) if len(promising) > 1 else budget
@@ -152,17 +157,15 @@ class Strategy:
         lost = LOST * promising[0].best_predicted
         return [*first[:2], *few, *first[2:], *(family.ranked[0] for family in hopeless if family.best_predicted <= lost)]
 
-    def _from(self, start: Sequence[Variant], budget: int) -> list[Variant]:
-        """A first round that begins with `start`, as far as it is feasible here; empty where nothing is.
-
-        All of it is tried, however small the budget: what won nearby is a better guess than what would take its place.
-        """
-        known = [each for each in start if each.family in self.families]
+    def _adapted(self, variants: Sequence[Variant]) -> list[Variant]:
+        """Those of the families on offer, as they are for this problem, each once; without what is not feasible here."""
+        known = [each for each in variants if each.family in self.families]
         adapted = dict.fromkeys(self.families[each.family].bound.adapted(each) for each in known)
-        feasible = [each for each in adapted if each is not None and each in self.families[each.family].predicted]
-        if not feasible:
-            return []
-        return [*feasible, *self.families[feasible[0].family].head()][: max(len(feasible), budget // 2)]
+        return [each for each in adapted if each is not None and each in self.families[each.family].predicted]
+
+    def _from(self, start: Sequence[Variant], budget: int) -> list[Variant]:
+        """A first round that begins with all of `start`: what won nearby is a better guess than what would take its place."""
+        return [*start, *self.families[start[0].family].head()][: max(len(start), budget // 2)]
 
     def _by_promise(self) -> list[_Family]:
         """Best measured first; a family whose results are not in yet counts by its prediction.
@@ -204,8 +207,8 @@ class _Family:
 
     @property
     def fails(self) -> bool:
-        """Whether there are results, and none is a time."""
-        return bool(self._results) and self.best_measured is None
+        """Whether there are several results, and none is a time."""
+        return len(self._results) >= FAILURES and self.best_measured is None
 
     @cached_property
     def ordinals(self) -> dict[Variant, tuple[int, ...]]:

@@ -26,7 +26,7 @@ import flashgen
 from flashgen import bundle, cli, compiler, device, formula, launch, table, traffic
 from flashgen.bundle_reader import MANIFEST, SIGNATURES, Bundle, load_bundle, sealed
 from flashgen.errors import CompileError, InvalidBundle, InvalidTable, MissingDependency, NotWritable, UnsupportedProblem
-from flashgen.model import DType, Mask, Op, Problem, TableEntry
+from flashgen.model import DType, Mask, Op, Problem, TableEntry, Variant
 from flashgen.space import load_space
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +98,7 @@ def test_a_stale_entry_is_not_bundled(no_compiler: None, tmp_path: Path) -> None
 
 def test_an_entry_of_which_another_variant_would_run_is_not_bundled(no_compiler: None, tmp_path: Path) -> None:
     found = table_of(tmp_path / "a.yaml", gradients(clear_ahead=32))
-    with pytest.raises(InvalidTable, match=r"another variant would run, clear_ahead 32 → 0"):
+    with pytest.raises(InvalidTable, match=r"another variant than runs, clear_ahead 32 → 0\..*table refresh"):
         bundle.write(tmp_path / "out", found, found.entries)
     assert not (tmp_path / "out").exists()
 
@@ -558,6 +558,17 @@ def test_the_bundle_command_leaves_gradients_out_and_says_so(made: Path, tmp_pat
     assert cli.run(["bundle", str(tmp_path / "alone.zip"), "--table", str(alone.path)]) == 2
     with pytest.raises(UnsupportedProblem, match="Leave the entry out"):
         bundle.write(tmp_path / "refused.zip", both, both.entries)
+
+
+def test_the_bundle_command_leaves_out_what_names_another_variant_than_runs(made: Path, tmp_path: Path, capsys: Captured) -> None:
+    half = replace(problem(), dtype=DType.FLOAT16)
+    settled = load_space("hopper_forward").bind(half, H200).fallback()
+    odd = entry(half, chosen=Variant.of(settled.family, settled.as_dict() | {"softmax_mode": 1}))
+    found = table_of(tmp_path / "odd.yaml", *entries(), odd)
+    assert cli.run(["bundle", str(tmp_path / "odd.zip"), "--table", str(found.path), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert (json.loads(captured.out)["entries"], json.loads(captured.out)["left_out"]) == (4, 1)
+    assert "1 entries that name another variant than runs are left out" in " ".join(captured.err.split())
 
 
 def test_a_manifest_is_written_as_it_is_read(made: Path) -> None:

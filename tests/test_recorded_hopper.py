@@ -101,7 +101,7 @@ def gave_way(entry: TableEntry, row: dict[str, Any]) -> bool:
     return True
 
 
-def test_the_shipped_table_serves_what_was_compared_or_what_was_timed_faster_beside_it() -> None:
+def test_the_shipped_table_serves_what_was_compared_or_what_was_no_slower_beside_it() -> None:
     entries = shipped()
     gone = 0
     for row in rows("main"):
@@ -111,7 +111,7 @@ def test_the_shipped_table_serves_what_was_compared_or_what_was_timed_faster_bes
         )
         gone += gave_way(entries[table.full_key(asked)], row)
     said = " ".join((ROOT / "README.md").read_text().split())
-    assert f"{gone} of the {len(rows('main'))} have since given way to faster ones" in said
+    assert f"{gone} of the {len(rows('main'))} have since given way to variants that were level or faster beside them" in said
 
 
 # The README -------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from shipping import H200, NVRTC, compiled, entry, gradients, invented_cubin, problem, source_of, stale, table_of, variant
 
-from flashgen import device, staleness, table
+from flashgen import device, staleness, standard, table
 from flashgen.compiler import compile_source
 from flashgen.cubins import Compiled, CubinStore
 from flashgen.errors import CompileError, MissingDependency
@@ -115,11 +115,14 @@ def test_a_variant_that_left_its_space_is_refused_with_the_parameter() -> None:
     assert found.state is State.REFUSED and "block_q" in found.reason
 
 
-def test_an_entry_of_which_another_variant_would_run_is_refused() -> None:
-    """Its certificate and its time speak of a kernel that nobody gets."""
-    assert state(gradients()).state is State.VALID
-    found = state(gradients(clear_ahead=32))
-    assert (found.state, found.reason) == (State.REFUSED, "another variant would run: clear_ahead 32 → 0")
+def test_an_entry_of_which_another_variant_runs_is_noted_and_is_not_current() -> None:
+    """Its certificate and its time speak of a kernel that nobody gets; what runs is certified when it is first used."""
+    plain, odd = gradients(), gradients(clear_ahead=32)
+    assert not state(plain).altered and standard.is_current(plain, H200, HERE, ExecutorName.DEVICE)
+    found = state(odd)
+    assert found.state is State.VALID and found.altered
+    assert found.notes == ((Note.ALTERED, "another variant runs: clear_ahead 32 → 0"),)
+    assert not standard.is_current(odd, H200, HERE, ExecutorName.DEVICE)
 
 
 def test_an_emulated_certificate_speaks_of_the_text_whatever_the_compiler() -> None:

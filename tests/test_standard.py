@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from shipping import H200, NVRTC, compiled, entry, problem, source_of, table_of, variant
 
-from flashgen import cli, evaluators, near, paths, search, standard, table, wishes
+from flashgen import cli, device, evaluators, near, paths, search, standard, table, wishes
 from flashgen.cli.standard import Pace
 from flashgen.errors import InvalidProblem
 from flashgen.evaluators import Decision, Toolchain
@@ -305,7 +305,17 @@ def test_neighbours_are_what_they_are_for_the_problem_and_so_is_what_is_filled_f
     odd, known = gradients(clear_ahead=32), gradients()
     assert standard.neighbours(odd.problem, H200, [odd, known]) == [known.variant]
     made = standard.fill(odd.problem, H200, [odd.variant], (), Imagined, 0, [odd.variant])
-    assert made.variant == known.variant
+    assert made.variant == known.variant and made.provenance.measured == 1, "the odd one, the defended and the fallback are one"
+
+
+def test_neighbours_are_feasible_here() -> None:
+    """What fits into shared memory there may not here: an L40S has less."""
+    big = problem(head_dim=128, mask=Mask())
+    roomy = variant(big, block_q=128, block_kv=64, num_warps=8, num_stages=3)
+    entries = [entry(big, chosen=roomy), entry(replace(big, seqlen_q=512, seqlen_kv=512))]
+    half = replace(big, dtype=DType.FLOAT16)
+    assert roomy in standard.neighbours(half, H200, entries)
+    assert standard.neighbours(half, device.preset("l40s"), entries) == [entries[1].variant]
 
 
 def test_neighbours_come_from_the_journals_of_searches_where_winners_are_few(tmp_path: Path) -> None:
@@ -360,6 +370,16 @@ def test_a_refresh_proves_and_times_anew_and_keeps_how_the_variant_was_found(tmp
     fresh = next(each for each in after.entries if each.problem == found.entries[0].problem)
     assert fresh.provenance.sampler == "tpe" and fresh.provenance.created != found.entries[0].provenance.created
     assert fresh.measurement.median_us == 164.032
+
+
+def test_a_refresh_makes_of_an_entry_what_runs(tmp_path: Path) -> None:
+    from shipping import gradients
+
+    found = table_of(tmp_path / "t.yaml", gradients(clear_ahead=32))
+    ((_, outcome),) = standard.refresh(found, found.entries, H200, ExecutorName.DEVICE, make_evaluator=Imagined)
+    assert isinstance(outcome, table.Change)
+    (made,) = table.read(found.path, strict=True).entries
+    assert made.variant == gradients().variant and made.source_digest == CREATED[-1].source(made.variant).digest
 
 
 def test_a_refresh_that_fails_keeps_the_old_entry_and_says_why(tmp_path: Path) -> None:

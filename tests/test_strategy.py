@@ -91,13 +91,44 @@ def test_where_something_won_nearby_a_family_that_promises_more_gets_nothing_unl
         return [variant.family for variant in simulated.ran[8:]]
 
     assert set(tried(Outcome.OK)) == {"simt_forward"}
-    assert "simt_forward" not in tried(Outcome.LAUNCH_FAILED)
+    assert "simt_forward" not in tried(Outcome.LAUNCH_FAILED)[-2:], "what was proposed before the failures were known still runs"
 
 
 def test_a_start_of_which_nothing_is_feasible_is_no_start() -> None:
     spaces = [bound()]
     plain, other = Strategy(spaces, 30, 0), Strategy(spaces, 30, 0, start=[Variant.of("simt_forward", {"block_q": 7})])
     assert plain.opening() == other.opening()
+    spaces = [space.bind(PROBLEM, H200) for space in load_spaces(PROBLEM.op)]
+    feasible = next(each for each in spaces if each.space.family == "ampere_forward").feasible()[5:300:100]
+    for start, same in (([], []), (feasible, feasible)):
+        odd = [Variant.of("simt_forward", {"block_q": 7}), *start, Variant.of("hopper_forward", {"block_kv": 7}), Variant.of("none", {})]
+        ran = []
+        for each in (odd, same):
+            simulated = Simulated(spaces, PROBLEM, H200, 0)
+            drive(Strategy(spaces, 24, 0, start=each), simulated, 24)
+            ran.append(simulated.ran)
+        assert ran[0] == ran[1], "what is dropped decides nothing"
+
+
+def test_a_start_is_what_it_is_for_the_problem() -> None:
+    """A variant that is none here is taken as the space's conditions make it, and tried once."""
+    problem = replace(PROBLEM, head_dim=128, head_dim_v=128, op=Op.BACKWARD)
+    (space,) = (each for each in load_spaces(Op.BACKWARD) if each.family == "hopper_backward")
+    mine = space.bind(problem, H200)
+    plain = mine.fallback()
+    odd = Variant.of(plain.family, plain.as_dict() | {"clear_ahead": 32})
+    assert mine.adapted(odd) == plain and mine.altered(odd) == "clear_ahead 32 → 0" and not mine.altered(plain)
+    assert Strategy([mine], 24, 0, start=[odd, plain]).opening()[0] == plain
+    assert Strategy([mine], 24, 0, start=[odd, plain]).opening() == Strategy([mine], 24, 0, start=[plain]).opening()
+
+
+def test_one_failure_of_what_won_nearby_lets_no_other_family_in_while_the_rest_of_it_waits() -> None:
+    spaces = [space.bind(PROBLEM, H200) for space in load_spaces(PROBLEM.op)]
+    slow = next(each for each in spaces if each.space.family == "simt_forward").feasible()[::5][:8]
+    simulated = Simulated(spaces, PROBLEM, H200, 0)
+    simulated.fails = lambda number, variant: Trial(variant, Outcome.SPILLED) if number == 1 else None
+    trials = [trial for trial, _ in run_trials(Strategy(spaces, 12, 0, start=slow), simulated, None, 12, time.monotonic(), None)]
+    assert len(trials) == 12 and {trial.variant.family for trial in trials} == {"simt_forward"}
 
 
 @pytest.mark.parametrize("op", list(Op))

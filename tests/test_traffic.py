@@ -104,13 +104,6 @@ def test_an_exact_match_is_served_whatever_the_cost_model_says(tmp_path: Path) -
     assert near.look_up(asked, H200, [found]).found is not None
 
 
-def test_an_entry_of_which_another_variant_would_run_serves_nothing(tmp_path: Path) -> None:
-    odd = gradients(clear_ahead=32)
-    answer = near.look_up(odd.problem, H200, [table_of(tmp_path / "a.yaml", odd)])
-    assert answer.found is None and any("another variant would run: clear_ahead 32 → 0" in step for step in answer.steps)
-    assert near.look_up(odd.problem, H200, [table_of(tmp_path / "b.yaml", gradients())]).found is not None
-
-
 def test_no_near_match_is_ever_slower_than_the_fallback_by_the_cost_model(tmp_path: Path) -> None:
     tuned = problem(2048, head_dim=64, batch=4, heads_q=8, heads_kv=8)
     space = load_space("ampere_forward")

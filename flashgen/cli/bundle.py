@@ -23,7 +23,8 @@ def bundle(out: Path, name: str, problems: Path | None, architectures: tuple[str
     """Write the kernels of a table into OUT, a folder or a .zip, to be launched where there is no compiler.
 
     OUT holds machine code, table, licence, a C header with an example, and a manifest with the sha256 of everything; the same inputs give
-    the same bytes. Machine code comes from the cubin store, or is compiled; no GPU is needed. Entries of the backward pass are left out.
+    the same bytes. Machine code comes from the cubin store, or is compiled; no GPU is needed. Entries of the backward pass are left out,
+    and those that name another variant than runs (`flashgen table check` notes them as altered).
     """
     from flashgen import bundle as bundles
     from flashgen import console, table, table_tools, traffic
@@ -32,10 +33,14 @@ def bundle(out: Path, name: str, problems: Path | None, architectures: tuple[str
     of = table.read(path, strict=True)
     entries = of.entries if problems is None else table_tools.serving(traffic.read(problems), of)
     forward = [entry for entry in entries if entry.problem.op is Op.FORWARD]
-    left_out = len(entries) - len(forward)
-    if left_out:
-        click.echo(f"A bundle holds forward kernels: {left_out} entries of the backward pass are left out.", err=True)
-    made = bundles.write(out, of, forward, architectures, replace=force)
+    if len(forward) < len(entries):
+        click.echo(f"A bundle holds forward kernels: {len(entries) - len(forward)} entries of the backward pass are left out.", err=True)
+    chosen = [entry for entry in forward if not bundles.altered(entry, of)]
+    if len(chosen) < len(forward):
+        count = len(forward) - len(chosen)
+        click.echo(f"{count} entries that name another variant than runs are left out; `flashgen table refresh` makes them anew.", err=True)
+    left_out = len(entries) - len(chosen)
+    made = bundles.write(out, of, chosen, architectures, replace=force)
     if as_json:
         record = {
             "schema": "flashgen.bundled/1", "path": str(made.path), "kernels": made.kernels, "entries": made.entries, "bytes": made.bytes,

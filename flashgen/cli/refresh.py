@@ -27,7 +27,7 @@ def refresh_table(name: str, everything: bool, part: str | None, executor: str, 
     carried = [each for each in assessed if each.state is staleness.State.CARRIED]
     if carried:
         table.update(path, of.device, lambda entries: staleness.carry(entries, assessed, tools.nvrtc))
-    wanted = [each.entry for each in assessed if (each.state.fails or (everything and each not in carried))]
+    wanted = [each.entry for each in assessed if each.state.fails or each.altered or (everything and each not in carried)]
     wanted = wanted if part is None else _part(wanted, part)
     on_gpu = executor != ExecutorName.EMULATED and device.is_present() and table.same_device(of.device, device_record(device.present()))
     runs = [each for each in wanted if on_gpu or each.measurement.source == "predicted"]

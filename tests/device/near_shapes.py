@@ -28,6 +28,7 @@ from flashgen.device import present
 from flashgen.dispatch import Answer, Dispatcher
 from flashgen.evaluators import DeviceEvaluator
 from flashgen.model import DeviceLimits, ExecutorName, Problem
+from flashgen.space import load_space
 from flashgen.strategy import Predicted
 
 LONGEST_S = 45.0  # of one shape; none is begun that would hardly end in time
@@ -55,8 +56,12 @@ def still(
     by_name = {str(each): each for each in asked}
     kept = []
     for row in rows:
-        found = near.look_up(by_name[row["problem"]], limits, tables).found if row["problem"] in by_name else None
-        if found is not None and str(found.entry.variant) == row["served"]:
+        problem = by_name.get(row["problem"])
+        found = near.look_up(problem, limits, tables).found if problem is not None else None
+        if problem is None or found is None:
+            continue
+        variant = load_space(found.entry.variant.family).bind(problem, limits).variant(found.entry.variant.as_dict())
+        if str(variant) == row["served"]:
             kept.append(row)
     return kept
 
@@ -112,11 +117,11 @@ def main() -> None:
     file = table_tools.find([options.table])[0]
     found, dispatcher = table.read(file, strict=True), Dispatcher(DeviceBackend(0), [file.parent])
     part, count = map(int, options.part.split("/"))
-    wanted = between(found, options.shapes, 0)[part - 1 :: count]
+    wanted = between(found, options.shapes, 0)
     rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     rows = still(rows, wanted, table.load_all([file.parent]), limits)
     done = {row["problem"] for row in rows}
-    left = [asked for asked in wanted if str(asked) not in done]
+    left = [asked for asked in wanted[part - 1 :: count] if str(asked) not in done]
     with standard.evaluators(ExecutorName.DEVICE) as make, standard.ahead(make, limits) as coming:
         for number, asked in enumerate(left):
             if time.monotonic() - started + LONGEST_S > options.within:
