@@ -190,6 +190,20 @@ def cancelling(problem: Problem, rng: np.random.Generator) -> Inputs:
     return rounded(problem, inputs.q, inputs.k, v)
 
 
+def cluster(problem: Problem, low: int, last_first: bool) -> Inputs:
+    """Along the keys, or from the last one back: `low` low scores, 32 equal high ones, then scores 14 log2 units below those.
+
+    v is 1 for what comes last, else 0, so the output is the weight of the many small probabilities. A softmax reference that jumps above
+    the maximum takes from those what their type cannot hold.
+    """
+    height = np.full(problem.seqlen_kv, -14.0, dtype=np.float32)
+    height[:low], height[low : low + 32] = -40.0, 0.0
+    v = height == -14.0
+    q, k = np.zeros((1, problem.head_dim)), np.zeros((problem.seqlen_kv, problem.head_dim))
+    q[:, 0], k[:, 0] = 1.0 / (problem.scale * LOG2_E), height[::-1] if last_first else height
+    return rounded(problem, q, k, (v[::-1] if last_first else v)[:, None])
+
+
 def selection(problem: Problem, rng: np.random.Generator, winners: NDArray[np.int64], scale: float) -> Inputs:
     """For query row i, key winners[i] scores 0 and every other at most -200 log2 units, exactly, whatever the order of summation.
 

@@ -185,6 +185,8 @@ def _magnitudes(suite: _Suite) -> None:
         suite.add("top_of_range", (18, 3 * kv + 1), _at_the_top(spread))
     for direction in ("rising", "falling"):
         suite.add(direction, (17, 2 * kv + 3), _ramp(direction, 80.0))
+    for last_first in (False, True):
+        suite.add("cluster", (20, 5 * kv + 3), _cluster(kv + 3, last_first), mask=suite.everything)
     negative = _without_rng(cases.strongly_negative)
     for scale in (suite.klass.head_dim**-0.5, 1.0):
         suite.add("strongly_negative", (1, 64), negative, check=Check.BITWISE, scale=scale, mask=suite.everything)
@@ -195,6 +197,10 @@ def _magnitudes(suite: _Suite) -> None:
 
 def _ramp(direction: str, height: float = 24.0) -> Make:
     return lambda problem, rng: cases.ramp(problem, rng, direction, height)
+
+
+def _cluster(low: int, last_first: bool) -> Make:
+    return lambda problem, rng: cases.cluster(problem, low, last_first)
 
 
 def _at_the_top(spread: float) -> Make:

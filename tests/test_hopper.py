@@ -6,19 +6,16 @@ import random
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hopper_faults import FAULTS
 
-from flashgen import cases, certify
-from flashgen.cases import LOG2_E, Inputs, Layout
+from flashgen import certify
 from flashgen.device import preset
 from flashgen.emulate import POLICIES, EmulatedExecutor, Policy
 from flashgen.errors import CompileError
 from flashgen.model import DType, Mask, Problem, Source, Variant, Verdict
 from flashgen.render import render
 from flashgen.space import Space, load_space
-from flashgen.suite import Case, Check, Twin
 
 FEW_SMS = replace(preset("h200"), sm_count=3)  # several query tiles per CTA already in small problems
 
@@ -63,41 +60,30 @@ UNSEEN = {
 }  # fmt: skip
 
 
-def unseen_source(space: Space) -> tuple[Problem, Source]:
-    problem = problem_of(DType.BFLOAT16, (64, 64), Mask())
+def unseen_source(space: Space, dtype: DType) -> tuple[Problem, Source]:
+    problem = problem_of(dtype, (64, 64), Mask())
     return problem, render(space, problem.klass(), space.bind(problem, FEW_SMS).variant(UNSEEN))
 
 
 @pytest.mark.emulated
-def test_a_softmax_that_looks_at_sums_only_passes_the_whole_suite(hopper: Space) -> None:
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+def test_a_softmax_that_looks_at_sums_only_passes_the_whole_suite(hopper: Space, dtype: DType) -> None:
     """The suite's needles exceed everything before them by more than float32 can hold, so scores are computed again."""
-    problem, source = unseen_source(hopper)
+    problem, source = unseen_source(hopper, dtype)
     certificate = certify.full(EmulatedExecutor(FEW_SMS, POLICIES[1]), hopper, source, problem, 3)
     assert certificate.verdict is Verdict.EXACT, certificate.failure
 
 
-def cluster(problem: Problem, _: np.random.Generator) -> Inputs:
-    """In the order in which tiles are taken, the last keys first: low scores, then 32 equal ones that make the reference jump, then many 14
-    log2 units lower, of which a weight remains."""
-    keys = np.full((problem.seqlen_kv, 1), -14.0, dtype=np.float32)
-    keys[-32:], keys[-64:-32] = -40.0, 0.0
-    q, k, v = np.zeros((1, problem.head_dim)), np.zeros((problem.seqlen_kv, problem.head_dim)), np.zeros((problem.seqlen_kv, 1))
-    q[:, 0], k[:, 0] = 1.0 / (problem.scale * LOG2_E), keys[:, 0]
-    v[:-64] = 1.0
-    return cases.rounded(problem, q, k, v)
-
-
 @pytest.mark.emulated
-def test_float16_keeps_low_weights_and_so_has_no_softmax_that_looks_at_sums_only(hopper: Space) -> None:
-    """The kernel with that softmax is made here though the space does not offer it, to see that it must not."""
-    problem = replace(problem_of(DType.FLOAT16, (64, 64), Mask()), seqlen_kv=4096, seqlen_q=64, heads_q=1, heads_kv=1)
-    assert hopper.bind(problem, FEW_SMS).altered(Variant.of(hopper.family, UNSEEN)) == "softmax_mode 1 → 0"
-    case = Case("cluster", problem, cluster, Check.BOUNDED, Twin.NONE, Layout.ROOMY, problem.scale)
-    failures = []
-    for mode in (0, 1):
-        source = render(hopper, problem.klass(), Variant.of(hopper.family, UNSEEN | {"softmax_mode": mode}))
-        failures.append(certify.run_case(EmulatedExecutor(FEW_SMS, POLICIES[1]), source, case, 5).failure)
-    assert not failures[0] and "o[" in failures[1]
+@pytest.mark.parametrize("mask", [Mask(), Mask.causal()], ids=lambda mask: str(mask.kind))
+def test_float16_loses_no_low_weights_to_a_reference_above_the_maximum(hopper: Space, mask: Mask) -> None:
+    problem = problem_of(DType.FLOAT16, (64, 64), mask)
+    source = render(hopper, problem.klass(), hopper.bind(problem, FEW_SMS).variant(UNSEEN))
+    above = replace(source, text=source.text.replace("log2_sum - 6.0f", "log2_sum"), digest="above")
+    assert above.text != source.text
+    found = [certify.full(EmulatedExecutor(FEW_SMS, POLICIES[1]), hopper, each, problem, 3) for each in (source, above)]
+    assert found[0].verdict is Verdict.EXACT, found[0].failure
+    assert found[1].verdict is Verdict.INEXACT and "cluster" in found[1].failure
 
 
 @pytest.mark.emulated

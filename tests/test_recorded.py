@@ -50,13 +50,15 @@ def test_against_flash_attention_2_no_shape_is_slow_and_the_mean_is_ahead() -> N
 
 
 def stale(rows: list[dict[str, Any]], chosen: Callable[[dict[str, Any]], str], op: Op = Op.FORWARD) -> list[str]:
-    """Rows whose chosen variant has another source by now."""
+    """Rows whose chosen variant has another source by now that is not known to give the same machine code (carry_recordings.py)."""
+    carried = json.loads((ROOT / "tests" / "recorded" / "carried.json").read_text())
     found = []
     for row in rows:
         name, dtype = chosen(row), DType(row.get("dtype", "bfloat16"))
         variant, klass = parsed(name), ProblemClass(op, dtype, row["head_dim"], row["head_dim"], MaskKind(row["mask"]))
         space = load_space(variant.family)
-        if render(space, klass, Variant.of(space.family, space.checked(variant.as_dict()))).digest != row["source_digests"][name]:
+        recorded = row["source_digests"][name]
+        if render(space, klass, Variant.of(space.family, space.checked(variant.as_dict()))).digest not in (recorded, carried.get(recorded)):
             found.append(f"d{row['head_dim']} s{row['seqlen']} {row['mask']}")
     return found
 

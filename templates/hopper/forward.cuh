@@ -12,7 +12,7 @@ namespace fg {
 
 enum SoftmaxMode : int {
   SOFTMAX_LAZY = 0,    // looks at every score for the maximum
-  SOFTMAX_UNSEEN = 1,  // looks at sums only; bfloat16, which has float32's range below the reference too
+  SOFTMAX_UNSEEN = 1,  // looks at sums only
 };
 
 enum Epilogue : int {

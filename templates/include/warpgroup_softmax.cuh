@@ -13,6 +13,11 @@ struct SoftmaxResult {
   float lse[2];
 };
 
+// A reference that is raised by what a lane's scores of a row add up to is above the maximum, by up to the log2 of how many they are, 64 at
+// most. float16 would lose low weights there that count together, so it is raised by that much less.
+FG_DEVICE constexpr float lowered(float log2_sum, Half) { return log2_sum - 6.0f; }
+FG_DEVICE constexpr float lowered(float log2_sum, BFloat16) { return log2_sum; }
+
 template <class C>
 struct WarpgroupSoftmax {
   // Above this many log2 units, half an ulp of the base would show in a 16-bit result: fused score * scale - base keeps its rounding.
@@ -70,7 +75,9 @@ struct WarpgroupSoftmax {
     if (rescales) {
       trusted = false;
       if (warp_any(!(most < OVERFLOWING_SUM))) return false;
-      const float estimate[2] = {reference[0] + log2_exact(sum[0]) / scale_log2, reference[1] + log2_exact(sum[1]) / scale_log2};
+      static_assert(SCORES / 2 <= 64, "lowered");
+      const float estimate[2] = {reference[0] + lowered(log2_exact(sum[0]), typename C::Element{}) / scale_log2,
+                                 reference[1] + lowered(log2_exact(sum[1]), typename C::Element{}) / scale_log2};
       raise_reference(estimate, scale_log2);
       FG_UNROLL
       for (int i = 0; i < SCORES; ++i) scores[i] *= rescale[row_of(i)];

@@ -173,7 +173,7 @@ def fp16_study(study: Study, source: Path) -> None:
 
 
 def parsed(name: str) -> dict[str, int]:
-    """Parameters of a variant from its printed form; float16 has softmax mode 0 only."""
+    """Parameters of a variant from its printed form, with the softmax that looks at every score."""
     parts = name.partition("[")[2].rstrip("]").split()
     return {key: int(value) for key, _, value in (part.partition("=") for part in parts)} | {"softmax_mode": 0}
 

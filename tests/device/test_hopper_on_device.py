@@ -56,11 +56,11 @@ def built(wanted: list[tuple[Problem, Variant]]) -> dict[tuple[Problem, Variant]
 
 @cache
 def candidates(problem: Problem) -> list[list[Variant]]:
-    """For each softmax mode that the type has, a few random variants, one of them with dynamic scheduling at least."""
+    """For each softmax mode a few random variants, one of them with dynamic scheduling at least."""
     chosen = random.Random(str(problem))
     feasible = bound_to(problem).feasible()
     found = []
-    for mode in (0, 1) if problem.dtype is DType.BFLOAT16 else (0,):
+    for mode in (0, 1):
         fitting = [variant for variant in feasible if variant.as_dict()["softmax_mode"] == mode]
         dynamic = [variant for variant in fitting if variant.as_dict()["scheduler"] == 2]
         found.append(chosen.sample(dynamic, 2) + chosen.sample(fitting, 1))
