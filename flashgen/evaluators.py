@@ -61,6 +61,10 @@ class Decision:
     winner: Variant
     measurements: dict[Variant, Measurement] = field(default_factory=dict)
 
+    def ranked(self) -> list[Variant]:
+        """The winner, then the others by time."""
+        return sorted(self.measurements, key=lambda each: (each != self.winner, self.measurements[each].median_us))
+
 
 class TrialRunner(Protocol):
     """What the loop over trials needs."""
@@ -93,7 +97,12 @@ class Evaluator(TrialRunner, Protocol):
 
     @property
     def finalists(self) -> int:
-        """Exact variants that enter the final round."""
+        """Variants that enter the final round."""
+        ...
+
+    @property
+    def proved(self) -> int | None:
+        """How many finalists run the whole suite, the fastest first, once they are timed side by side. None: each one, before that."""
         ...
 
     def nvrtc(self) -> str:
@@ -117,7 +126,7 @@ class Evaluator(TrialRunner, Protocol):
         ...
 
     def decide(self, finalists: Sequence[Variant], incumbents: Sequence[Variant], trials: dict[Variant, Trial]) -> Decision:
-        """Choose among exact variants. `incumbents` come in the order of their claim."""
+        """Choose among variants. `incumbents` come in the order of their claim."""
         ...
 
     def close(self) -> None:
@@ -127,6 +136,8 @@ class Evaluator(TrialRunner, Protocol):
 
 class _Compiling:
     """The part that all evaluators with a compiler share: sources, compilation ahead, compiled constraints."""
+
+    proved: int | None = None
 
     def __init__(
         self, bounds: Iterable[BoundSpace], problem: Problem, device: DeviceLimits, seed: int, pool: CompilePool | None = None

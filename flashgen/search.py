@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flashgen import table as tables
-from flashgen.errors import EmptySpace, InfeasibleVariant, InvalidProblem, InvalidSpace, LaunchError, UnsupportedProblem
+from flashgen.errors import CompileError, EmptySpace, InfeasibleVariant, InvalidProblem, InvalidSpace, LaunchError, UnsupportedProblem
 from flashgen.evaluators import DeviceEvaluator, Evaluator, PredictedEvaluator
 from flashgen.model import (
     LARGEST_SEED,
@@ -218,11 +218,39 @@ class _Run:
                 self.journal.forget(trial.variant)
 
     def _finalists(self, old: TableEntry | None) -> tuple[Finalist, ...]:
-        """Certify the best and the incumbents, then time those that are exact side by side; the winner comes first."""
-        ranked = sorted((trial for trial in self.journal.trials.values() if better(None, trial)), key=speed)
+        """The best and the incumbents that are exact, by times of one run; the winner comes first."""
+        good = (trial for trial in self.journal.trials.values() if better(None, trial))
+        ranked = [trial.variant for trial in sorted(good, key=speed)]
         incumbents = self._incumbents(old)
-        self.progress(FinalRound((*(trial.variant for trial in ranked[: self.evaluator.finalists]), *incumbents)))
-        certificates = self._exact([trial.variant for trial in ranked], self.evaluator.finalists)
+        best = list(dict.fromkeys((*ranked[: self.evaluator.finalists], *incumbents)))
+        self.progress(FinalRound(tuple(best)))
+        wanted = self.evaluator.proved
+        proved_last = self._timed_first(best, incumbents, wanted) if wanted else ()
+        return proved_last or self._certified_first(ranked, incumbents)
+
+    def _timed_first(self, best: Sequence[Variant], incumbents: dict[Variant, str], wanted: int) -> tuple[Finalist, ...]:
+        """Time all side by side, then certify the fastest until `wanted` are exact; only exact ones are returned."""
+        running = [variant for variant in best if self._compiles(variant)]
+        if not running:
+            return ()
+        decision = self.evaluator.decide(running, [variant for variant in incumbents if variant in running], self.journal.trials)
+        certificates = self._exact(decision.ranked(), wanted)
+        return tuple(
+            Finalist(variant, incumbents.get(variant, "challenger"), found, decision.measurements[variant])
+            for variant, found in certificates.items()
+            if found.verdict is Verdict.EXACT
+        )
+
+    def _compiles(self, variant: Variant) -> bool:
+        try:
+            self.evaluator.report(variant)
+        except CompileError:
+            return False
+        return True
+
+    def _certified_first(self, ranked: Sequence[Variant], incumbents: dict[Variant, str]) -> tuple[Finalist, ...]:
+        """Certify the best and the incumbents, then time those that are exact side by side."""
+        certificates = self._exact(ranked, self.evaluator.finalists)
         certificates |= self._certified([variant for variant in incumbents if variant not in certificates])
         exact = [variant for variant, found in certificates.items() if found.verdict is Verdict.EXACT]
         if not exact:

@@ -241,7 +241,7 @@ def fill(
     try:
         sound = _sound(evaluator, families, list(dict.fromkeys([*variants, *incumbents])))
         decision = evaluator.decide(sound, [each for each in incumbents if each in sound], {})
-        ranked = sorted(decision.measurements, key=lambda each: (each != decision.winner, decision.measurements[each].median_us))
+        ranked = decision.ranked()
         for winner in ranked:
             proven = _proven(evaluator, winner, known) or evaluator.certify(winner)
             if proven.verdict is Verdict.EXACT:
@@ -349,6 +349,7 @@ class Remembering(DeviceEvaluator):
     """Measurements for whole lists: the same machine code runs the whole suite once, and every problem of its class at its own size."""
 
     finalists = 5
+    proved = 2  # what won, and what the entry names as the second
     proven: dict[tuple[str, str], Certificate]
     texts: Texts
 

@@ -49,6 +49,7 @@ class Simulated:
     executor = ExecutorName.DEVICE
     jobs = 4
     finalists = 5
+    proved: int | None = None
 
     def __init__(self, bounds: Sequence[BoundSpace], problem: Problem, limits: DeviceLimits, seed: int) -> None:
         self.bounds = {bound.space.family: bound for bound in bounds}

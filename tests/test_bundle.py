@@ -561,9 +561,9 @@ def test_the_bundle_command_leaves_gradients_out_and_says_so(made: Path, tmp_pat
 
 
 def test_the_bundle_command_leaves_out_what_names_another_variant_than_runs(made: Path, tmp_path: Path, capsys: Captured) -> None:
-    half = replace(problem(), dtype=DType.FLOAT16)
-    settled = load_space("hopper_forward").bind(half, H200).fallback()
-    odd = entry(half, chosen=Variant.of(settled.family, settled.as_dict() | {"softmax_mode": 1}))
+    whole = problem(8192, mask=Mask())
+    settled = load_space("hopper_forward").bind(whole, H200).fallback()
+    odd = entry(whole, chosen=Variant.of(settled.family, settled.as_dict() | {"head_section": 8}))
     found = table_of(tmp_path / "odd.yaml", *entries(), odd)
     assert cli.run(["bundle", str(tmp_path / "odd.zip"), "--table", str(found.path), "--json"]) == 0
     captured = capsys.readouterr()

@@ -27,12 +27,14 @@ from flashgen.errors import (
 )
 from flashgen.evaluators import Decision, DeviceEvaluator, outcome_of
 from flashgen.model import (
+    CompileReport,
     ExecutorName,
     Measurement,
     Outcome,
     Problem,
     Trial,
     Variant,
+    Verdict,
 )
 from flashgen.strategy import Strategy
 from flashgen.study import read_study
@@ -268,6 +270,62 @@ def test_an_inexact_finalist_never_wins_and_the_next_best_takes_its_place() -> N
     assert result.entry.variant == ranked[2]
     challengers = [finalist.variant for finalist in result.finalists if finalist.role == "challenger"]
     assert sorted(map(str, challengers)) == sorted(map(str, ranked[2:7])), "five exact ones"
+
+
+@pytest.mark.usefixtures("home")
+def test_proved_after_timing_the_same_wins_and_only_the_first_two_are_certified() -> None:
+    proved: list[Variant] = []
+
+    def setup(simulated: Simulated) -> None:
+        simulated.proved, certify = 2, simulated.certify
+        simulated.certify = lambda variant: proved.append(variant) or certify(variant)  # type: ignore[method-assign, func-returns-value]
+
+    thorough, _ = tune()
+    table.table_path(H200).unlink()  # its entry would defend itself
+    result, simulated = tune(setup, fresh=True)
+    assert result.entry is not None and thorough.entry is not None
+    assert (result.entry.variant, result.entry.runner_up) == (thorough.entry.variant, thorough.entry.runner_up)
+    assert proved == [finalist.variant for finalist in result.finalists] == sorted(simulated.ran, key=simulated.true_us)[:2]
+    timed, incumbents = simulated.interleaved[0]
+    assert len(timed) == 6 and incumbents == [bound().fallback()], "the fallback is timed beside the best five"
+
+
+@pytest.mark.usefixtures("home")
+def test_a_fallback_that_does_not_compile_is_not_timed() -> None:
+    fallback = bound().fallback()
+
+    def setup(simulated: Simulated) -> None:
+        simulated.proved, report = 2, simulated.report
+
+        def compiled(variant: Variant) -> CompileReport:
+            if variant == fallback:
+                raise CompileError("planted")
+            return report(variant)
+
+        simulated.report = compiled  # type: ignore[method-assign]
+
+    result, simulated = tune(setup)
+    assert result.entry is not None and fallback not in simulated.interleaved[0][0] and simulated.interleaved[0][1] == []
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("inexact", [1, 2, 6], ids=["the winner", "the first two", "every finalist"])
+def test_what_is_proved_after_timing_gives_way_to_the_next_that_is_exact(inexact: int) -> None:
+    def setup(simulated: Simulated) -> None:
+        simulated.proved, fallback = 2, bound().fallback()
+        order: list[Variant] = []
+
+        def is_inexact(variant: Variant) -> bool:
+            if not order:
+                order.extend(sorted(simulated.ran, key=simulated.true_us)[: min(inexact, 5)])
+            return variant in order or (inexact > 5 and variant == fallback)
+
+        simulated.inexact = is_inexact
+
+    result, simulated = tune(setup)
+    ranked = sorted(simulated.ran, key=simulated.true_us)
+    assert result.entry is not None and result.entry.variant == ranked[min(inexact, 5)]
+    assert all(finalist.certificate.verdict is Verdict.EXACT for finalist in result.finalists)
 
 
 @pytest.mark.usefixtures("home")

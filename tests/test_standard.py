@@ -46,6 +46,7 @@ class Imagined:
     executor = ExecutorName.DEVICE
     jobs = 2
     finalists = 2
+    proved: int | None = None
 
     def __init__(self, bounds: Sequence[BoundSpace], asked: Problem, limits: DeviceLimits, seed: int) -> None:
         self.problem = asked
