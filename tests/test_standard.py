@@ -606,3 +606,18 @@ def test_a_failed_proof_is_made_again(child: ProvingChild) -> None:
     child.verdict = Verdict.INEXACT
     proofs(1024, 4096)
     assert child.asked == [("certify_task", 1024), ("certify_task", 4096)]
+
+
+def test_the_docs_name_the_numbers_of_the_list() -> None:
+    said = " ".join((Path(__file__).parents[1] / "docs" / "tables.md").read_text().split())
+    forward, backward = (wishes.LATER_BUDGET[op] for op in Op)
+    words = {2: "two", 5: "five", 8: "eight"}
+    assert f"# {len(wishes.small())} forward problems" in said and f"# {len(wishes.full())} problems, both passes" in said
+    assert f"the {words[standard.NEIGHBOURS]} best of the nearest problems are timed" in said
+    assert (
+        f"A search of this list has {wishes.BUDGET} trials; where it begins with what won nearby, {forward}, of gradients {backward}, "
+        f"and {wishes.GROUPS_BUDGET} with query groups" in said
+    )
+    assert f"Its {words[standard.Remembering.finalists]} finalists, each certified quickly" in said
+    assert f"the best {words[standard.Remembering.proved]} go through the whole suite" in said
+    assert f"fewer rounds, {min(wishes.ROUNDS)} instead of {evaluators.INTERLEAVE_ROUNDS}" in said
