@@ -229,12 +229,14 @@ class _Run:
         return proved_last or self._certified_first(ranked, incumbents)
 
     def _timed_first(self, best: Sequence[Variant], incumbents: dict[Variant, str], wanted: int) -> tuple[Finalist, ...]:
-        """Time all side by side, then certify the fastest until `wanted` are exact; only exact ones are returned."""
+        """Time all side by side, then certify the fastest until `wanted` are exact. Nothing where the winner is not."""
         running = [variant for variant in best if self._compiles(variant)]
         if not running:
             return ()
         decision = self.evaluator.decide(running, [variant for variant in incumbents if variant in running], self.journal.trials)
         certificates = self._exact(decision.ranked(), wanted)
+        if certificates[decision.winner].verdict is not Verdict.EXACT:
+            return ()
         return tuple(
             Finalist(variant, incumbents.get(variant, "challenger"), found, decision.measurements[variant])
             for variant, found in certificates.items()

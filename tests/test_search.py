@@ -309,7 +309,7 @@ def test_a_fallback_that_does_not_compile_is_not_timed() -> None:
 
 
 @pytest.mark.usefixtures("home")
-@pytest.mark.parametrize("inexact", [1, 2, 6], ids=["the winner", "the first two", "every finalist"])
+@pytest.mark.parametrize("inexact", [1, 2, 5], ids=["the winner", "the first two", "every finalist"])
 def test_what_is_proved_after_timing_gives_way_to_the_next_that_is_exact(inexact: int) -> None:
     def setup(simulated: Simulated) -> None:
         simulated.proved, fallback = 2, bound().fallback()
@@ -317,15 +317,31 @@ def test_what_is_proved_after_timing_gives_way_to_the_next_that_is_exact(inexact
 
         def is_inexact(variant: Variant) -> bool:
             if not order:
-                order.extend(sorted(simulated.ran, key=simulated.true_us)[: min(inexact, 5)])
-            return variant in order or (inexact > 5 and variant == fallback)
+                order.extend(sorted(simulated.ran, key=simulated.true_us)[:inexact])
+            return variant in order or (inexact == simulated.finalists and variant == fallback)
 
         simulated.inexact = is_inexact
 
     result, simulated = tune(setup)
     ranked = sorted(simulated.ran, key=simulated.true_us)
-    assert result.entry is not None and result.entry.variant == ranked[min(inexact, 5)]
+    assert result.entry is not None and result.entry.variant == ranked[inexact]
+    assert result.finalists[0].certificate.verdict is Verdict.EXACT
     assert all(finalist.certificate.verdict is Verdict.EXACT for finalist in result.finalists)
+
+
+@pytest.mark.usefixtures("home")
+def test_where_a_winner_is_inexact_the_fallback_still_gives_way_to_what_is_clearly_faster_only() -> None:
+    fallback = bound().fallback()
+
+    def setup(simulated: Simulated) -> None:
+        def is_first(variant: Variant) -> bool:
+            return variant == next((each for each in simulated.ran if each != fallback), None)
+
+        simulated.proved, simulated.noise, simulated.inexact = 2, 0.15, is_first
+        simulated.true_us = lambda variant: 50.0 if is_first(variant) else 100.0 if variant == fallback else 99.0  # type: ignore[method-assign]
+
+    result, _ = tune(setup)
+    assert result.entry is not None and result.entry.variant == fallback
 
 
 @pytest.mark.usefixtures("home")
