@@ -6,6 +6,7 @@ cubins are made, never PTX: a cubin loads under every driver of the same CUDA ma
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import re
@@ -147,7 +148,51 @@ def _require_architecture(arch: str, version: str) -> None:
         )
 
 
+class UnderWay:
+    """Counts the compilations of all threads, so that the interpreter ends after them: its exit cleans away what NVRTC still works with."""
+
+    def __init__(self) -> None:
+        """None are under way."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Count from nothing: in a fork, the threads that compile stay behind."""
+        self._changed = threading.Condition()
+        self.count = 0
+        self._ended = False
+
+    def __enter__(self) -> None:
+        """One begins. Raises CompileError after `end`."""
+        with self._changed:
+            if self._ended:
+                raise CompileError("Nothing is compiled any more: the interpreter is ending.")
+            self.count += 1
+
+    def __exit__(self, *_: object) -> None:
+        """One ended."""
+        with self._changed:
+            self.count -= 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Let none begin any more, and wait for those that run."""
+        with self._changed:
+            self._ended = True
+            self._changed.wait_for(lambda: self.count == 0)
+
+
+UNDER_WAY = UnderWay()
+atexit.register(UNDER_WAY.end)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=UNDER_WAY.forget)
+
+
 def _run_nvrtc(source: Source, options: Sequence[str]) -> tuple[bytes, str]:
+    with UNDER_WAY:
+        return _nvrtc_output(source, options)
+
+
+def _nvrtc_output(source: Source, options: Sequence[str]) -> tuple[bytes, str]:
     nvrtc = binding()
     program = nvrtc.createProgram(source.text, f"{source.family}.cu", [], [])
     try:
@@ -246,7 +291,8 @@ class _Job(Future[Compiled]):
 
 
 class CompilePool:
-    """Compiles in threads: NVRTC is thread-safe and the binding releases the GIL. They are daemons: Ctrl-C waits for no compilation.
+    """Compiles in threads: NVRTC is thread-safe and the binding releases the GIL. They are daemons: what is queued ends with the
+    interpreter, which waits for what runs.
 
     Several may share a pool. What is queued or running is compiled once, whoever asks; what is done is in the store, and not kept here.
     """

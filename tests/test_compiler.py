@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +24,13 @@ from flashgen.model import EntryPoint, Source
 needs_nvrtc = [pytest.mark.compiled]
 
 BROKEN = small_source('extern "C" __global__ void broken() { int x = ; }\n', ("broken", 32, 0))
+
+
+def slow_source(number: int = 0) -> Source:
+    """A kernel that takes a while to compile; other numbers are other texts."""
+    loop = "float x = 0;\n#pragma unroll\nfor (int i = 0; i < 256; ++i) x = __expf(x) * p.q[i];\np.o[0] = x;"
+    return small_source(f'extern "C" __global__ void slow(const __grid_constant__ Params p) {{ {loop} }}\n// {number}\n', ("slow", 32, 0))
+
 
 LOG_13 = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'merge' for 'sm_90a'
@@ -212,11 +220,25 @@ class TestWithNvrtc:
         assert isinstance(results[2], CompileError) and len(good) == 4
         assert [each.key for each in good] == [key_of(source, options_for("sm_90"), compiler.nvrtc_version()) for source in sources]
 
+    def test_the_interpreter_ends_after_what_compiles_and_begins_nothing_more(self, tmp_path: Path) -> None:
+        """NVRTC crashes when its own data are cleaned away while it works."""
+        program = (
+            "import atexit; atexit.register(lambda: print(compiler.UNDER_WAY.count))  # runs last\n"
+            "import time; from pathlib import Path; from flashgen import compiler, cubins; import test_compiler\n"
+            f"pool = compiler.CompilePool(4, cubins.CubinStore(Path({str(tmp_path)!r})))\n"
+            "for each in range(40): pool.submit(test_compiler.slow_source(each), 'sm_90')\n"
+            "while not compiler.UNDER_WAY.count: time.sleep(0.01)\n"
+            "time.sleep(0.2); atexit.register(lambda: print(compiler.UNDER_WAY.count))\n"
+        )
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parent, timeout=120)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        before, after = map(int, ended.stdout.split())
+        assert before > 0 and after == 0
+        assert CubinStore(tmp_path).statistics().kernels < 40
+
     def test_other_threads_run_while_nvrtc_compiles(self, nvrtc: None, store: CubinStore) -> None:
-        loop = "float x = 0;\n#pragma unroll\nfor (int i = 0; i < 256; ++i) x = __expf(x) * p.q[i];\np.o[0] = x;"
-        body = f'extern "C" __global__ void slow(const __grid_constant__ Params p) {{ {loop} }}\n'
         compile_source(copy_source(), "sm_90", store)  # loads everything
-        thread = threading.Thread(target=compile_source, args=(small_source(body, ("slow", 32, 0)), "sm_90", store))
+        thread = threading.Thread(target=compile_source, args=(slow_source(), "sm_90", store))
         started, longest = time.perf_counter(), 0.0
         thread.start()
         while thread.is_alive():

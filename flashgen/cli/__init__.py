@@ -105,7 +105,10 @@ def _prepare_streams() -> None:
 
 
 def _leave(code: int) -> None:
-    """Exit without the compiler's own cleaning up: a compilation that still runs, after Ctrl-C say, would crash on what it cleans away."""
+    """Exit at once, without the compiler's own cleaning up: a compilation that still runs, after Ctrl-C say, would crash on that."""
+    from flashgen.compiler import UNDER_WAY
+
+    atexit.unregister(UNDER_WAY.end)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
