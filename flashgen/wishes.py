@@ -24,10 +24,10 @@ SEARCHED_GROUPS = {Op.FORWARD: (), Op.BACKWARD: ((1024, 8),)}  # length, heads p
 OTHER_BATCHES = {Op.FORWARD: (512, 2048), Op.BACKWARD: (1024,)}  # lengths at which batch is also 1, and eight times as large
 
 TENSOR_FLOPS = {Op.FORWARD: 600e12, Op.BACKWARD: 500e12}
-# By the times at which entries were made, on two H200s, each beside 16 cores (2026-11-30): a forward search took 7.4 s, a backward one
-# 10.6 to 14.4 s; a forward fill 0.9 s, a backward one 1.4 s.
-SEARCH_SECONDS = {Op.FORWARD: (4.3, 0.1), Op.BACKWARD: (6.6, 0.22)}  # per search, and per trial
-FILL_SECONDS = {Op.FORWARD: 0.55, Op.BACKWARD: 0.7}
+# By the times at which entries were made, on one H200 beside 16 cores (2026-12-01): a forward search took 5.0 to 6.2 s, a backward one
+# 7.9 to 10.7 s; a forward fill 1.1 s, a backward one 1.6 s.
+SEARCH_SECONDS = {Op.FORWARD: (0.65, 0.167), Op.BACKWARD: (3.85, 0.2)}  # per search, and per trial
+FILL_SECONDS = {Op.FORWARD: 0.69, Op.BACKWARD: 0.86}
 LAUNCH_SECONDS = 60e-6  # around a launch, with the flush of L2
 TRIAL_LAUNCHES = 15
 FINAL_KERNELS = 9
