@@ -165,7 +165,7 @@ class UnderWay:
         """One begins. Raises CompileError after `end`."""
         with self._changed:
             if self._ended:
-                raise CompileError("Nothing is compiled any more: the interpreter is ending.")
+                raise CompileError("Nothing is compiled once the interpreter is ending. Compile before its exit handlers run.")
             self.count += 1
 
     def __exit__(self, *_: object) -> None:

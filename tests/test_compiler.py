@@ -220,21 +220,24 @@ class TestWithNvrtc:
         assert isinstance(results[2], CompileError) and len(good) == 4
         assert [each.key for each in good] == [key_of(source, options_for("sm_90"), compiler.nvrtc_version()) for source in sources]
 
-    def test_the_interpreter_ends_after_what_compiles_and_begins_nothing_more(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("leave", "code", "waits"), [("", 0, True), ("cli._leave(130)", 130, False)], ids=["interpreter", "command"])
+    def test_the_interpreter_ends_after_what_compiles_and_the_command_at_once(
+        self, leave: str, code: int, waits: bool, nvrtc: None, tmp_path: Path
+    ) -> None:
         """NVRTC crashes when its own data are cleaned away while it works."""
         program = (
             "import atexit; atexit.register(lambda: print(compiler.UNDER_WAY.count))  # runs last\n"
-            "import time; from pathlib import Path; from flashgen import compiler, cubins; import test_compiler\n"
+            "import time; from pathlib import Path; from flashgen import cli, compiler, cubins; import test_compiler\n"
             f"pool = compiler.CompilePool(4, cubins.CubinStore(Path({str(tmp_path)!r})))\n"
             "for each in range(40): pool.submit(test_compiler.slow_source(each), 'sm_90')\n"
             "while not compiler.UNDER_WAY.count: time.sleep(0.01)\n"
-            "time.sleep(0.2); atexit.register(lambda: print(compiler.UNDER_WAY.count))\n"
+            f"time.sleep(0.2); atexit.register(lambda: print(compiler.UNDER_WAY.count)); {leave}\n"
         )
         ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parent, timeout=120)
-        assert (ended.returncode, ended.stderr) == (0, "")
+        assert (ended.returncode, ended.stderr) == (code, "")
         before, after = map(int, ended.stdout.split())
-        assert before > 0 and after == 0
-        assert CubinStore(tmp_path).statistics().kernels < 40
+        assert before > 0 and (after == 0) is waits
+        assert CubinStore(tmp_path).statistics().kernels < 40, "nothing more begins"
 
     def test_other_threads_run_while_nvrtc_compiles(self, nvrtc: None, store: CubinStore) -> None:
         compile_source(copy_source(), "sm_90", store)  # loads everything
